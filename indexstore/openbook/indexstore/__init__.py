@@ -1,0 +1,1 @@
+"""openbook.indexstore: arrays and files, without models and without a network."""

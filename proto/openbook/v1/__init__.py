@@ -1,0 +1,1 @@
+"""openbook.v1: the messages and stubs generated from contexts.proto."""
