@@ -1,0 +1,68 @@
+# The whole interface: make build | proto | lint | test | bench | demo.
+# Every target sets up what it needs in its own virtual environment; stamps make a second run quick.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+CREATED := $(VENV)/.openbook-created
+INSTALLED := $(VENV)/.openbook-installed
+BUILT := $(VENV)/.openbook-built
+DEMO_MODEL := $(VENV)/.openbook-demo-model
+
+KERNELS := indexstore/openbook/indexstore
+KERNEL_SOURCES := $(wildcard $(KERNELS)/*.pyx $(KERNELS)/*.pxd $(KERNELS)/*.h)
+PROTO_SOURCES := $(wildcard proto/openbook/v1/*.proto)
+STUBBED := openbook.indexstore._attend openbook.indexstore._build
+
+.PHONY: build venv proto lint test test-slow bench demo clean
+.DELETE_ON_ERROR:
+
+build: $(BUILT)
+
+venv: $(INSTALLED)
+
+$(CREATED): scripts/find_python
+	python=$$(sh scripts/find_python) && "$$python" -m venv $(VENV)
+	touch $@
+
+# Also compiles the extension in place, in pip's own build environment.
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(CREATED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Recompiles what changed since; nothing right after an install.
+$(BUILT): $(KERNEL_SOURCES) $(INSTALLED)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# The demo model comes without its dependencies, and its checksum is verified.
+$(DEMO_MODEL): scripts/demo_model.py $(INSTALLED)
+	$(BIN)/python scripts/demo_model.py
+	touch $@
+
+proto: $(INSTALLED)
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto \
+		--grpc_python_out=proto $(PROTO_SOURCES)
+
+lint: $(BUILT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/stubtest --mypy-config-file pyproject.toml $(STUBBED)
+	$(BIN)/buf lint
+	$(MAKE) proto
+	git diff --exit-code -- proto
+
+test: $(BUILT) $(DEMO_MODEL)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(BUILT) $(DEMO_MODEL)
+	$(PYTEST) -m slow
+
+demo: $(BUILT) $(DEMO_MODEL)
+	$(BIN)/openbook demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info bench/out $(KERNELS)/*.so $(KERNELS)/*.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
