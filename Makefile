@@ -31,9 +31,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(CREATED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Recompiles what changed since; nothing right after an install.
+# An install has just compiled the extension; only later changes are compiled again.
 $(BUILT): $(KERNEL_SOURCES) $(INSTALLED)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	test -z "$$(find $(KERNELS) -name '*.py[xd]' -newer $(INSTALLED) -o -name '*.h' -newer $(INSTALLED))" \
+		|| $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 # The demo model comes without its dependencies, and its checksum is verified.
