@@ -1,1 +1,48 @@
-"""openbook.client"""
+"""openbook.client: what users import.
+
+client.py    Client: ingest, ask, contexts, models     ── calls ──> openbook.v1
+  ├─ uploads.py   a document, checked, hashed, in chunks
+  ├─ asks.py      a question and its settings, as a request
+  ├─ answer.py    Answer: pieces of text, then the result
+  ├─ views.py     ContextInfo, Usage, Receipt, Model: frozen values
+  ├─ channel.py   options, TLS, token
+  └─ errors.py    the error tree, and the table from the service's reasons to it
+cli.py       the `openbook` command; console.py what it prints
+demo.py      `openbook demo`
+"""
+
+from openbook.client.answer import Answer
+from openbook.client.asks import Budget, Keys, Plan
+from openbook.client.channel import Tls
+from openbook.client.client import Client
+from openbook.client.errors import OpenbookError
+from openbook.client.uploads import Document
+from openbook.client.views import (
+    ContextInfo,
+    IngestProgress,
+    IngestTiming,
+    Layout,
+    Model,
+    Receipt,
+    Result,
+    Usage,
+)
+
+__all__ = [
+    "Answer",
+    "Budget",
+    "Client",
+    "ContextInfo",
+    "Document",
+    "IngestProgress",
+    "IngestTiming",
+    "Keys",
+    "Layout",
+    "Model",
+    "OpenbookError",
+    "Plan",
+    "Receipt",
+    "Result",
+    "Tls",
+    "Usage",
+]

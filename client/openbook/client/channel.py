@@ -1,0 +1,98 @@
+"""The connection: options, credentials and the token that goes with every call.
+
+Knows: gRPC channels. Does not know: what is called on them.
+"""
+
+import ipaddress
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+MESSAGE_BYTES_MAX = 4 << 20  # gRPC's own default, said aloud: the service has the same limit
+KEEPALIVE_MS = 10_000  # a long prefill is silent; the service permits a ping each 10 s
+SERVICE = "openbook.v1.ContextService"
+# Calls that may be sent again: one message each way. A broken stream is the caller's to repeat.
+RETRIED = ("GetContext", "ListContexts", "DeleteContext", "ListModels")
+SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": SERVICE, "method": method} for method in RETRIED],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files of an encrypted connection.
+
+    `ca` signs the server's certificate (None: the system's authorities); `certificate` and `key`
+    are the client's own, given together, where the server asks for them.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files; ValueError when one of certificate and key is missing."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("tls: a client certificate and its key are given together")
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca.read_bytes() if self.ca else None,
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.certificate.read_bytes() if self.certificate else None,
+        )
+
+
+def open_channel(address: str, *, tls: Tls | None) -> grpc.Channel:
+    """Return a channel to `address`; it connects at the first call."""
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_retries", 1),
+        ("grpc.service_config", SERVICE_CONFIG),
+    ]
+    if is_loopback(address):
+        options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this machine's loopback
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=options)
+
+
+def call_metadata(address: str, *, token: str | None, tls: Tls | None) -> Sequence[tuple[str, str]]:
+    """Return what goes with every call; ValueError for a token that would travel in the clear."""
+    if token is None:
+        return ()
+    if not token.isascii() or not token.isprintable() or not token:
+        raise ValueError("the token must be printable ASCII")
+    if tls is None and not is_loopback(address):
+        raise ValueError(f"a token is only sent over TLS or to this machine, not to {address}")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether `address` (host:port, or unix:path) is on this machine."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].removeprefix("dns:///").strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,113 @@
+"""A document on its way to the service: checked, hashed, cut into chunks.
+
+Knows: text, files and UTF-8. Does not know: channels or messages. A file is read twice, once to
+check and hash and once to send, so that it is never in memory as a whole; a stream that cannot be
+rewound is read into memory.
+"""
+
+import codecs
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+CHUNK_BYTES = 1 << 20  # the service takes at most 1 MiB a chunk, so any document passes 4 MiB
+
+Document = str | bytes | Path | BinaryIO
+
+
+@dataclass(slots=True)
+class Upload:
+    """A checked document: `file` stands at its first byte and holds UTF-8.
+
+    `failure` is what ended `chunks` before the document's end.
+    """
+
+    file: BinaryIO
+    sha256: bytes
+    bytes_total: int
+    name: str
+    failure: OSError | ValueError | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the document in chunks of at most CHUNK_BYTES; only once.
+
+        gRPC runs this in a thread of its own and would only log what it raises, so a failed read
+        (or a file that was closed because the call is over) ends the chunks and is kept: the
+        service refuses what does not have the announced digest.
+        """
+        try:
+            while chunk := self.file.read(CHUNK_BYTES):
+                yield chunk
+        except (OSError, ValueError) as error:
+            self.failure = error
+
+
+@contextmanager
+def opened(document: Document) -> Iterator[Upload]:
+    """Check and hash `document`; on leaving, close it if it was opened here.
+
+    A str is text and a Path or an open binary file is a file, from where it stands. Raises
+    ValueError with the offset at the first character (str) or byte (others) that is not UTF-8,
+    TypeError for a file opened as text, OSError as `open` does.
+    """
+    with _binary(document) as file:
+        start = file.tell()
+        digest, size = _checked(file)
+        file.seek(start)
+        yield Upload(file, digest, size, _name(document))
+
+
+def utf8(text: str, what: str) -> bytes:
+    """Return `text` as UTF-8, or raise ValueError that names `what` and the character offset."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} holds a lone surrogate at character offset {error.start}"
+        ) from None  # the cause would carry the text itself
+
+
+def _binary(document: Document) -> AbstractContextManager[BinaryIO]:
+    """Return `document` as a binary file that can be rewound."""
+    if isinstance(document, str):
+        return io.BytesIO(utf8(document, "the document"))
+    if isinstance(document, bytes):
+        return io.BytesIO(document)
+    if isinstance(document, Path):
+        return document.open("rb")
+    if isinstance(document, io.TextIOBase) or not hasattr(document, "read"):
+        kind = type(document).__name__
+        raise TypeError(f"a document is a str, bytes, Path or a file opened 'rb', not {kind}")
+    if document.seekable():
+        return nullcontext(document)  # the caller's own: left open
+    return io.BytesIO(document.read())
+
+
+def _checked(file: BinaryIO) -> tuple[bytes, int]:
+    """Return SHA-256 and size of the rest of `file`; raise ValueError where it is not UTF-8."""
+    digest = hashlib.sha256()
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    while True:
+        chunk = file.read(CHUNK_BYTES)
+        carried = len(decoder.getstate()[0])  # bytes of a character cut by the chunk's start
+        try:
+            decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            offset = size - carried + error.start
+            raise ValueError(f"the document is not UTF-8 at byte offset {offset}") from None
+        if not chunk:
+            return digest.digest(), size
+        digest.update(chunk)
+        size += len(chunk)
+
+
+def _name(document: Document) -> str:
+    """Return the name of the file that `document` is, or "" for text and nameless streams."""
+    if isinstance(document, Path):
+        return document.name.encode(errors="replace").decode()
+    return ""

@@ -1,0 +1,215 @@
+"""What the client shows of the service's messages: frozen values, without protobuf in sight.
+
+Knows: the messages of openbook.v1. Does not know: channels, calls or files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from openbook.v1 import contexts_pb2 as pb
+
+Layout = Literal["chat", "completion"]
+State = Literal["creating", "active", "failed", "unknown"]
+Stage = Literal["queued", "reading", "sealing", "done", "unknown"]
+FinishReason = Literal["stop", "length", "unknown"]
+
+LAYOUTS: Mapping[Layout, pb.PromptLayout] = {
+    "chat": pb.PROMPT_LAYOUT_CHAT,
+    "completion": pb.PROMPT_LAYOUT_COMPLETION,
+}
+_LAYOUT_NAMES: Mapping[int, Layout] = {number: name for name, number in LAYOUTS.items()}
+_STATES: Mapping[int, State] = {
+    pb.CONTEXT_STATE_CREATING: "creating",
+    pb.CONTEXT_STATE_ACTIVE: "active",
+    pb.CONTEXT_STATE_FAILED: "failed",
+}
+_STAGES: Mapping[int, Stage] = {
+    pb.INGEST_STAGE_QUEUED: "queued",
+    pb.INGEST_STAGE_READING: "reading",
+    pb.INGEST_STAGE_SEALING: "sealing",
+    pb.INGEST_STAGE_DONE: "done",
+}
+_FINISH_REASONS: Mapping[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IngestProgress:
+    """How far the reading of a document has come; `layers` is 0 until it is known."""
+
+    stage: Stage
+    layers_done: int
+    layers: int
+
+    @classmethod
+    def from_message(cls, message: pb.Progress) -> "IngestProgress":
+        """Read the service's message."""
+        stage = _STAGES.get(message.stage, "unknown")
+        return cls(stage, message.layers_done, message.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class IngestTiming:
+    """Seconds of each stage of an ingest; zeros when the context was adopted from disk."""
+
+    tokenize_s: float
+    prefill_s: float
+    build_s: float
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInfo:
+    """A document that the service has read, is reading, or could not read.
+
+    `bytes_on_disk` counts keys, values and index; `kv_bytes_16bit` what the keys and values alone
+    take at two bytes a number. `layout` is None when the server does not say. `error_reason` and
+    `error_message` are empty unless `state` is "failed".
+    """
+
+    id: str
+    display_name: str
+    model: str
+    state: State
+    progress: IngestProgress
+    layout: Layout | None
+    token_count: int
+    bytes_on_disk: int
+    kv_bytes_16bit: int
+    created: datetime | None
+    expires: datetime | None
+    timing: IngestTiming
+    error_reason: str
+    error_message: str
+
+    @classmethod
+    def from_message(cls, message: pb.Context) -> "ContextInfo":
+        """Read the service's message."""
+        timing = message.timing
+        return cls(
+            id=message.name.removeprefix("contexts/"),
+            display_name=message.display_name,
+            model=message.model,
+            state=_STATES.get(message.state, "unknown"),
+            progress=IngestProgress.from_message(message.progress),
+            layout=_LAYOUT_NAMES.get(message.prompt_layout),
+            token_count=message.token_count,
+            bytes_on_disk=message.bytes,
+            kv_bytes_16bit=message.kv_bytes_16bit,
+            created=_moment(message.create_time, message.HasField("create_time")),
+            expires=_moment(message.expire_time, message.HasField("expire_time")),
+            timing=IngestTiming(
+                timing.tokenize_s, timing.prefill_s, timing.build_s, timing.write_s
+            ),
+            error_reason=message.error.reason,
+            error_message=message.error.message,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one ask. `answer_tokens` counts what was generated, stop token included."""
+
+    context_tokens: int
+    question_tokens: int
+    answer_tokens: int
+
+    @classmethod
+    def from_message(cls, message: pb.Usage) -> "Usage":
+        """Read the service's message."""
+        return cls(message.context_tokens, message.question_tokens, message.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What an ask really did.
+
+    `tokens_reused` came from the store, `tokens_prefilled` were forwarded before the first answer
+    token. `keys_scored`, `centroids_scored` and `mass_estimated` are shares (0 to 1), means over
+    generated tokens, layers and heads; `keys_read` is a number of keys. Times are milliseconds;
+    `token_ms` is the mean of the tokens after the first.
+    """
+
+    tokens_reused: int
+    tokens_prefilled: int
+    keys_scored: float
+    centroids_scored: float
+    keys_read: float
+    mass_estimated: float
+    open_ms: float
+    queue_ms: float
+    question_ms: float
+    first_token_ms: float
+    token_ms: float
+    middle_ms: float
+    device_ms: float
+    budget: str
+    plan: str
+    bytes_mapped: int
+
+    @classmethod
+    def from_message(cls, message: pb.Receipt) -> "Receipt":
+        """Read the service's message; the fields have the same names on the wire."""
+        return cls(**{name: getattr(message, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished answer."""
+
+    text: str
+    usage: Usage
+    receipt: Receipt
+    finish_reason: FinishReason
+
+    @classmethod
+    def from_message(cls, text: str, message: pb.AskFinal) -> "Result":
+        """Join the streamed text and the service's final message."""
+        return cls(
+            text,
+            Usage.from_message(message.usage),
+            Receipt.from_message(message.receipt),
+            _FINISH_REASONS.get(message.finish_reason, "unknown"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that the service answers with; `tokens_forwarded` counts since it was loaded."""
+
+    name: str
+    fingerprint: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    positions_max: int
+    layouts: tuple[Layout, ...]
+    tokens_forwarded: int
+
+    @classmethod
+    def from_message(cls, message: pb.Model) -> "Model":
+        """Read the service's message; layouts that this client does not know are left out."""
+        layouts = (_LAYOUT_NAMES.get(number) for number in message.prompt_layouts)
+        return cls(
+            name=message.name,
+            fingerprint=message.fingerprint,
+            layers=message.layers,
+            query_heads=message.query_heads,
+            kv_heads=message.kv_heads,
+            head_dim=message.head_dim,
+            positions_max=message.positions_max,
+            layouts=tuple(name for name in layouts if name is not None),
+            tokens_forwarded=message.tokens_forwarded,
+        )
+
+
+def _moment(stamp: Timestamp, is_set: bool) -> datetime | None:
+    """Return a timestamp in UTC, or None when the service set none."""
+    return stamp.ToDatetime(tzinfo=UTC) if is_set else None
