@@ -1,0 +1,80 @@
+"""What a layer's queries teach an index: which middle keys each of them wants most.
+
+Owns the choice of training positions, the exact top-k by tiles on the model's device, and the
+second moment of the queries. It knows nothing of graphs or files.
+
+A decode query sits after the document, a training query inside it, and RoPE makes q·k depend on
+the distance: so every sampled query is first turned to the position where decoding begins.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NEIGHBOURS = 100  # keys per training query; RoarGraph's N_q, and the paper's top-100
+SAMPLE_MAX = 4096  # training queries per query head
+SAMPLE_MIN = 256
+SAMPLE_SHARE = 0.125  # of the positions, until SAMPLE_MAX
+TILE_BYTES_MAX = 24 << 20  # of scores at once; the ingest's memory promise counts on it
+
+
+class Turns(Protocol):
+    """The part of a model's rotation that capture needs."""
+
+    def rotate(self, q: Tensor, delta: Tensor) -> Tensor:
+        """Turn q (..., s, d) forward by delta (s,) positions."""
+        ...
+
+
+def sample_positions(token_count: int) -> NDArray[np.int64]:
+    """Choose the training positions of a context: sorted, each once, denser towards the end.
+
+    The density grows linearly with the position, because late queries look most like those of
+    decoding, while a sample of the start alone ruins recall for late keys.
+    """
+    count = min(SAMPLE_MAX, max(SAMPLE_MIN, round(token_count * SAMPLE_SHARE)), token_count)
+    quantiles = (np.arange(count) + 0.5) / count
+    return np.unique((np.sqrt(quantiles) * token_count).astype(np.int64))
+
+
+def rotated_queries(
+    q: Tensor, positions: NDArray[np.int64], token_count: int, rotation: Turns
+) -> Tensor:
+    """Take the queries at `positions` and turn each to position `token_count`.
+
+    q (query heads, n, d) after RoPE. Returns float32 (query heads, s, d) on q's device.
+    """
+    chosen = torch.from_numpy(positions).to(q.device)
+    return rotation.rotate(q[:, chosen].float(), token_count - chosen)
+
+
+def second_moment(queries: Tensor) -> NDArray[np.float32]:
+    """Return the mean of q qᵀ, float32 (d, d), over queries (..., d)."""
+    flat = queries.reshape(-1, queries.shape[-1]).float()
+    moment: NDArray[np.float32] = (flat.T @ flat / max(1, flat.shape[0])).cpu().numpy()
+    return moment
+
+
+def exact_top_k(
+    queries: Tensor, keys: Tensor, k: int, *, tile_bytes: int = TILE_BYTES_MAX
+) -> NDArray[np.int32]:
+    """Return the ids of each query's k best keys by inner product, best first: int32 (s, k).
+
+    queries (s, d), keys (m, d) with the values as stored. Raises ValueError when k exceeds m. At
+    most `tile_bytes` of scores exist at once (one query's row at least).
+    """
+    key_count = keys.shape[0]
+    if k > key_count:
+        raise ValueError(f"asked for the best {k} of {key_count} keys")
+    ids = np.empty((queries.shape[0], k), dtype=np.int32)
+    columns = keys.float().T  # (d, m)
+    rows_max = max(1, tile_bytes // (4 * max(1, key_count)))
+    for start in range(0, queries.shape[0], rows_max):
+        scores = queries[start : start + rows_max].float() @ columns  # (rows, m)
+        ids[start : start + rows_max] = scores.topk(k, dim=1).indices.cpu().numpy()
+    return ids
