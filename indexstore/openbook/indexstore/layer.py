@@ -1,0 +1,98 @@
+"""The arrays of one layer of a context, as they are written and as they are read back.
+
+Owns the list of a layer's records and the checks of their values. It knows nothing of bytes
+(layout.py) or files (shard.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openbook.indexstore.head import HeadIndex, Stored
+from openbook.indexstore.layout import (
+    HEAD_KINDS,
+    LAYER_KINDS,
+    Kind,
+    RecordInfo,
+    check_shapes,
+    info_of,
+)
+
+assert tuple(k.label for k in HEAD_KINDS) == tuple(f.name for f in fields(HeadIndex)), "one record"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecords:
+    """Everything the store keeps of one layer.
+
+    Hkv KV heads, Hq query heads, w window tokens (all of a context of up to 640 tokens, else the
+    first 128 and the last 512, in order), s training queries of each KV head's group, p probe
+    queries of each query head; s and p may be 0. `heads` is empty when there is no middle.
+    The probes' exact attention over the middle is `probe_out` with `probe_lse` (natural log).
+    Read back, the arrays are read-only views that live as long as the StoredContext is open.
+    """
+
+    heads: tuple[HeadIndex, ...]
+    window_keys: Stored  # (Hkv, w, d)
+    window_values: Stored  # (Hkv, w, dv)
+    train_queries: NDArray[Any]  # (Hkv, s, d) float16 or float32
+    train_positions: NDArray[np.int32]  # (Hkv, s)  where each training query stood in the text
+    probe_queries: NDArray[np.float32]  # (Hq, p, d)
+    probe_out: NDArray[np.float32]  # (Hq, p, dv)
+    probe_lse: NDArray[np.float32]  # (Hq, p)
+
+
+assert tuple(k.label for k in LAYER_KINDS) == tuple(f.name for f in fields(LayerRecords))[1:]
+
+
+def layer_arrays(records: LayerRecords) -> Iterator[tuple[Kind, int | None, NDArray[Any]]]:
+    """Yield every array of a layer with its kind and KV head, in the order they are written."""
+    for kind in LAYER_KINDS:
+        yield kind, None, getattr(records, kind.label)
+    for head, index in enumerate(records.heads):
+        for kind in HEAD_KINDS:
+            yield kind, head, getattr(index, kind.label)
+
+
+def layer_from(read: Callable[[Kind, int | None], NDArray[Any]], heads: int) -> LayerRecords:
+    """Put a layer together from `read(kind, head)`: the inverse of layer_arrays."""
+    return LayerRecords(
+        heads=tuple(
+            HeadIndex(**{kind.label: read(kind, head) for kind in HEAD_KINDS})
+            for head in range(heads)
+        ),
+        **{kind.label: read(kind, None) for kind in LAYER_KINDS},
+    )
+
+
+def layer_infos(records: LayerRecords, layer: int) -> list[RecordInfo]:
+    """Describe every record of a layer, in writing order.
+
+    Raises ValueError when an array's dtype or shape does not belong, naming the record.
+    """
+    infos = [info_of(k, a, layer=layer, head=h) for k, h, a in layer_arrays(records)]
+    check_shapes(infos, {"kv": len(records.heads)} if records.heads else {})
+    return infos
+
+
+def check_head(index: HeadIndex, head: int) -> None:
+    """Check what a search follows blindly: every id it reads and every count it subtracts.
+
+    Shapes are checked before (layout.check_shapes). Raises ValueError naming the head.
+    """
+    middle, clusters = index.middle_tokens, index.centroids.shape[0]
+    for name, ids, limit in (
+        ("graph", index.graph, middle),
+        ("entries", index.entries, middle),
+        ("cluster_of", index.cluster_of, clusters),
+    ):
+        if ids.size and int(ids.max()) >= limit:
+            raise ValueError(f"head {head}: {name} holds id {int(ids.max())} of {limit}")
+    members = np.bincount(index.cluster_of, minlength=clusters)
+    if not np.array_equal(members, index.counts):
+        raise ValueError(f"head {head}: counts differ from the members of the clusters")

@@ -1,0 +1,179 @@
+"""The contexts of a directory: published whole, listed, deleted, swept.
+
+Owns the names in a store's directory and is the face of the store: begin, publish, open_context.
+It knows nothing of the files' contents (draft.py writes them, stored.py reads them).
+
+    <root>/<…>/<context id>/       a published context, mode 0700, its files 0444
+        manifest.json · tokens.mdb · layer-000.mdb …
+    <root>/.tmp/<uuid>/            a draft, locked by its writer
+    <root>/.trash/<uuid>/          a deleted context on its way out
+
+A rename publishes and a rename deletes, so a context is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from openbook.indexstore.draft import (
+    MODE_DIRECTORY,
+    TMP_NAME,
+    Draft,
+    begin,
+    lock_directory,
+    sync_directory,
+    write_error,
+)
+from openbook.indexstore.errors import (
+    AlreadyPublished,
+    ContextIncomplete,
+    ContextInUse,
+    ContextMissing,
+)
+from openbook.indexstore.layer import LayerRecords
+from openbook.indexstore.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ManifestFields,
+    StageSeconds,
+)
+from openbook.indexstore.stored import StoredContext, open_context, open_manifest, read_manifest
+
+__all__ = [
+    "Draft",
+    "LayerRecords",
+    "Manifest",
+    "ManifestFields",
+    "StageSeconds",
+    "StoredContext",
+    "begin",
+    "delete",
+    "list_contexts",
+    "open_context",
+    "publish",
+    "read_manifest",
+    "sweep",
+]
+
+TRASH_NAME = ".trash"
+
+
+def publish(draft: Draft, final: Path) -> bool:
+    """Make a sealed draft the context at `final`, durably; its parents are made if need be.
+
+    Returns False when another writer published the same context first: that one is verified and
+    stays, the draft is discarded. May be called again when it failed: a rename that happened is
+    not repeated. Raises ValueError for a draft that is not sealed, AlreadyPublished when another
+    context is there, ShardCorrupt and its kin when the one there is damaged, StoreFull or
+    StoreWriteFailed.
+    """
+    if draft.manifest is None:
+        raise ValueError("the draft is not sealed")
+    was_first = True
+    try:
+        _make_parents(final)
+        if draft.path != final:
+            try:
+                os.rename(draft.path, final)
+                draft.path = final
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                was_first = False
+        sync_directory(final.parent)
+    except OSError as error:
+        raise write_error(error, final.name, final.parent) from error
+    if was_first:
+        draft.release()
+        return True
+    _adopt(draft.manifest, final)
+    draft.discard()
+    return False
+
+
+def _adopt(manifest: Manifest, final: Path) -> None:
+    """Verify that what is published at `final` is the context that `manifest` describes."""
+    with open_context(final, model_fingerprint=manifest.model_fingerprint) as published:
+        found = published.manifest.context_id
+        if found != manifest.context_id:
+            raise AlreadyPublished(str(final), manifest.context_id, found)
+
+
+def _make_parents(final: Path) -> None:
+    """Make the missing parents of `final`, each name durable."""
+    missing = [p for p in final.parents if not p.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(mode=MODE_DIRECTORY, exist_ok=True)
+        sync_directory(parent.parent)
+
+
+def delete(path: Path, trash: Path) -> None:
+    """Remove the context at `path`, by way of the directory `trash` on the same file system.
+
+    Raises ContextMissing, ContextInUse while anyone has it open, StoreWriteFailed.
+    """
+    grave = trash / uuid.uuid4().hex
+    try:
+        fd = open_manifest(path)
+    except ContextIncomplete:
+        fd = None  # without a manifest nobody can hold it
+    try:
+        trash.mkdir(mode=MODE_DIRECTORY, parents=True, exist_ok=True)
+        if fd is not None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(fd), os.stat(path / MANIFEST_NAME)):
+                raise ContextInUse(str(path))
+        os.rename(path, grave)
+        sync_directory(path.parent)
+    except BlockingIOError as error:
+        raise ContextInUse(str(path)) from error
+    except FileNotFoundError as error:
+        raise ContextMissing(str(path)) from error
+    except OSError as error:
+        raise write_error(error, path.name, path.parent) from error
+    finally:
+        if fd is not None:
+            os.close(fd)
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove the drafts of dead writers and what deletions left; return their former paths.
+
+    A draft whose writer lives is locked, and stays.
+    """
+    removed = []
+    for folder in (root / TMP_NAME, root / TRASH_NAME):
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        for path in entries:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                removed.append(path)
+                continue
+            fd = lock_directory(path)
+            if fd is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(fd)
+                removed.append(path)
+    return removed
+
+
+def list_contexts(root: Path) -> list[Path]:
+    """Return the published contexts directly under `root`, by name; none without such a directory.
+
+    Only names are looked at: a damaged context is listed too.
+    """
+    if not root.is_dir():
+        return []
+    return sorted(
+        path
+        for path in root.iterdir()
+        if not path.name.startswith(".")
+        and not path.is_symlink()
+        and os.path.lexists(path / MANIFEST_NAME)
+    )
