@@ -1,0 +1,106 @@
+"""The compose file and the Dockerfile are valid, restricted, and agree with chart and server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openbook.server.settings import Settings, loopback_address
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+SERVICE_KEYS = {
+    "build", "cap_drop", "command", "environment", "healthcheck", "image", "init", "network_mode",
+    "profiles", "read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user",
+    "volumes",
+}  # fmt: skip
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+
+
+def instructions(stage: int = -1) -> list[tuple[str, str]]:
+    """Return (instruction, arguments) of one build stage, continuation lines joined."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M).replace("\\\n", " ")
+    stages = re.split(r"^(?=FROM )", text, flags=re.M)[1:]
+    lines = [line for line in stages[stage].splitlines() if line.strip()]
+    return [(line.split()[0], line.split(None, 1)[1]) for line in lines]
+
+
+def test_services_use_only_keys_of_the_compose_specification() -> None:
+    assert set(compose()) == {"name", "services", "volumes"}
+    for name, service in compose()["services"].items():
+        assert set(service) <= SERVICE_KEYS, name
+        assert service["image"], name
+
+
+def test_the_one_service_runs_every_role_and_valkey_is_optional() -> None:
+    services = compose()["services"]
+    assert set(services) == {"openbook", "valkey"}
+    assert services["valkey"]["profiles"] == ["valkey"]
+    assert "profiles" not in services["openbook"]
+
+
+def test_services_are_restricted_and_checked_for_health() -> None:
+    for name, service in compose()["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_service_is_reached_over_the_hosts_loopback_only() -> None:
+    for name, service in compose()["services"].items():
+        assert service["network_mode"] == "host", name
+    listen = compose()["services"]["openbook"]["environment"]["OPENBOOK_LISTEN"]
+    assert loopback_address(re.sub(r"\$\{\w+:-(.*)\}", r"\1", listen)) == "127.0.0.1:50051"
+    assert "127.0.0.1" in compose()["services"]["valkey"]["command"]
+
+
+def test_service_sets_only_settings_that_the_server_has() -> None:
+    known = {f"OPENBOOK_{field.upper()}" for field in Settings.model_fields}
+    assert set(compose()["services"]["openbook"]["environment"]) <= known
+
+
+def test_service_is_given_longer_to_stop_than_the_server_drains() -> None:
+    grace = compose()["services"]["openbook"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > Settings.model_fields["drain_s"].default
+
+
+def test_every_volume_that_a_service_mounts_is_declared() -> None:
+    mounted = compose()["services"]["openbook"]["volumes"]
+    assert {mount.split(":")[0] for mount in mounted} == set(compose()["volumes"])
+
+
+def test_image_runs_as_a_user_that_is_not_root_and_is_the_charts() -> None:
+    users = [arguments for name, arguments in instructions() if name == "USER"]
+    chart = (ROOT / "charts/openbook/templates/statefulset.yaml").read_text(encoding="utf-8")
+    assert users == ["10001:10001"]
+    assert "runAsUser: 10001\n" in chart and "runAsGroup: 10001\n" in chart
+
+
+def test_image_checks_its_own_health() -> None:
+    checks = [arguments for name, arguments in instructions() if name == "HEALTHCHECK"]
+    copied = [arguments for name, arguments in instructions() if name == "COPY"]
+    assert len(checks) == 1 and "/opt/openbook/healthcheck.py" in checks[0]
+    assert "scripts/healthcheck.py /opt/openbook/healthcheck.py" in copied
+    assert (ROOT / "scripts/healthcheck.py").is_file()
+
+
+def test_compiler_stays_out_of_the_image_that_runs() -> None:
+    assert any("gcc" in arguments for _, arguments in instructions(0))
+    assert not any("gcc" in arguments for _, arguments in instructions())
+
+
+def test_every_file_that_the_image_copies_exists_and_reaches_the_builder() -> None:
+    sent = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for stage in (0, 1):
+        for name, arguments in instructions(stage):
+            if name == "COPY" and "--from" not in arguments:
+                for source in arguments.split()[:-1]:
+                    assert (ROOT / source).exists(), source
+                    assert f"!{source.split('/')[0]}" in sent, source
