@@ -13,6 +13,9 @@ DEMO_MODEL := $(VENV)/.openbook-demo-model
 KERNELS := indexstore/openbook/indexstore
 KERNEL_SOURCES := $(wildcard $(KERNELS)/*.pyx $(KERNELS)/*.pxd $(KERNELS)/*.h)
 PROTO_SOURCES := $(wildcard proto/openbook/v1/*.proto)
+BENCH_TEXT ?= examples/esther.txt
+BENCH_TOKENS ?= 6400
+BENCH_PREDICT ?= 512
 STUBBED := openbook.indexstore._attend openbook.indexstore._build
 
 .PHONY: build venv proto lint test test-slow bench demo clean
@@ -60,6 +63,14 @@ test: $(BUILT) $(DEMO_MODEL)
 
 test-slow: $(BUILT) $(DEMO_MODEL)
 	$(PYTEST) -m slow
+
+# Fidelity of the default budget against full attention; with VECTORS=FILE the index alone as well.
+bench: $(BUILT) $(DEMO_MODEL)
+	$(BIN)/python bench/fidelity.py --text $(BENCH_TEXT) --offset 0 --tokens $(BENCH_TOKENS) \
+		--predict $(BENCH_PREDICT)
+ifdef VECTORS
+	$(BIN)/python bench/index.py --vectors $(VECTORS)
+endif
 
 demo: $(BUILT) $(DEMO_MODEL)
 	$(BIN)/openbook demo
