@@ -25,6 +25,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from openbook.indexstore.canonical import decode, encode
 from openbook.indexstore.errors import StoreFull, StoreWriteFailed
 from openbook.indexstore.layer import LayerRecords, check_head, layer_arrays, layer_infos
 from openbook.indexstore.layout import Kind, RecordInfo, check_shapes, info_of
@@ -36,8 +37,6 @@ from openbook.indexstore.manifest import (
     ManifestFields,
     RecordEntry,
     complete,
-    decode,
-    encode,
     layer_name,
 )
 from openbook.indexstore.shard import MODE_SEALED, MODE_WRITING, file_chunks, write_shard

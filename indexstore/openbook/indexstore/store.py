@@ -41,8 +41,9 @@ from openbook.indexstore.manifest import (
     Manifest,
     ManifestFields,
     StageSeconds,
+    Summary,
 )
-from openbook.indexstore.stored import StoredContext, open_context, open_manifest, read_manifest
+from openbook.indexstore.stored import StoredContext, open_context, open_manifest, read_summary
 
 __all__ = [
     "Draft",
@@ -51,12 +52,13 @@ __all__ = [
     "ManifestFields",
     "StageSeconds",
     "StoredContext",
+    "Summary",
     "begin",
     "delete",
     "list_contexts",
     "open_context",
     "publish",
-    "read_manifest",
+    "read_summary",
     "sweep",
 ]
 

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from openbook.indexstore.canonical import MANIFEST_BYTES_MAX, decode, decode_summary
 from openbook.indexstore.errors import (
     ContextIncomplete,
     ContextInUse,
@@ -32,11 +33,10 @@ from openbook.indexstore.errors import (
 from openbook.indexstore.layer import LayerRecords, check_head, layer_from
 from openbook.indexstore.layout import Kind
 from openbook.indexstore.manifest import (
-    MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
     FileEntry,
     Manifest,
-    decode,
+    Summary,
 )
 from openbook.indexstore.shard import Shard, check_size, file_chunks, open_regular
 
@@ -135,14 +135,15 @@ def open_context(
     return context
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the context at `path`, checked but without a lock or its files.
+def read_summary(path: Path) -> Summary:
+    """Read what a listing shows of the context at `path`: its manifest's fields, not its files.
 
-    Raises ContextMissing, ContextIncomplete, ContextInUse, FormatUnsupported or ShardCorrupt.
+    Raises ContextMissing, ContextIncomplete, ContextInUse, FormatUnsupported, ShardCorrupt or
+    StoreReadFailed.
     """
     fd = _lock_manifest(path)
     try:
-        return decode(_read_manifest(fd))
+        return decode_summary(_read_manifest(fd))
     finally:
         os.close(fd)
 
