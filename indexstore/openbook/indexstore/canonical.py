@@ -68,6 +68,7 @@ _SUFFIX_BYTES = len(b',"sha256":""}\n') + 64
 _HEX = re.compile(r"[0-9a-f]{64}")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _FINGERPRINT = re.compile(r"[!-~]{1,256}")
+_FILE = re.compile(r"[a-z0-9.-]{1,32}")  # which name exactly: check_files
 _NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,1024}")
 
 
@@ -228,13 +229,10 @@ def _parse_stages(stages: Any) -> StageSeconds:
 def _parse_file(file: Any, index: int) -> FileEntry:
     """Parse the entry of file `index`: the tokens first, then the layers in order."""
     exactly(an_object(file, "files"), {f.name for f in dataclasses.fields(FileEntry)}, "files")
-    name = TOKENS_NAME if index == 0 else layer_name(index - 1)
-    if file["name"] != name:
-        raise ValueError(f"file {index} is not named {name}")
     chunks = a_list(file, "chunks")
     layer = None if index == 0 else index - 1
     return FileEntry(
-        name=name,
+        name=a_string(file, "name", _FILE),
         bytes=an_int(file, "bytes", 1, COUNT_MAX),
         chunks=tuple(a_string({"chunk": chunk}, "chunk", _HEX) for chunk in chunks),
         records=tuple(_parse_record(record, layer) for record in a_list(file, "records")),
