@@ -64,6 +64,18 @@ def test_every_package_is_typed_and_the_namespace_is_open() -> None:
         assert not (ROOT / directory).parent.joinpath("__init__.py").exists(), directory
 
 
+def test_architecture_names_only_files_that_exist() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/])(indexstore|worker|server|client)/(\w+\.\w+)", text))
+    missing = [
+        f"{component}/{name}"
+        for component, name in sorted(named)
+        if not (ROOT / component / "openbook" / component / name).is_file()
+    ]
+    assert len(named) > 20
+    assert not missing, missing
+
+
 def test_source_distribution_holds_all_that_a_build_reads(copy: Path) -> None:
     setup(copy, "sdist", "--dist-dir", "out")
     (archive,) = (copy / "out").glob("*.tar.gz")
