@@ -43,7 +43,13 @@ from openbook.indexstore.manifest import (
     StageSeconds,
     Summary,
 )
-from openbook.indexstore.stored import StoredContext, open_context, open_manifest, read_summary
+from openbook.indexstore.stored import (
+    StoredContext,
+    open_context,
+    open_manifest,
+    read_manifest,
+    read_summary,
+)
 
 __all__ = [
     "Draft",
@@ -58,6 +64,7 @@ __all__ = [
     "list_contexts",
     "open_context",
     "publish",
+    "read_manifest",
     "read_summary",
     "sweep",
 ]

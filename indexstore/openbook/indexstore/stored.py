@@ -135,11 +135,23 @@ def open_context(
     return context
 
 
-def read_summary(path: Path) -> Summary:
-    """Read what a listing shows of the context at `path`: its manifest's fields, not its files.
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the context at `path`, checked, without its files.
 
     Raises ContextMissing, ContextIncomplete, ContextInUse, FormatUnsupported, ShardCorrupt or
     StoreReadFailed.
+    """
+    fd = _lock_manifest(path)
+    try:
+        return decode(_read_manifest(fd))
+    finally:
+        os.close(fd)
+
+
+def read_summary(path: Path) -> Summary:
+    """Read what a listing shows of the context at `path`: its manifest's fields, not its files.
+
+    Raises what read_manifest raises.
     """
     fd = _lock_manifest(path)
     try:
