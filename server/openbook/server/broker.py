@@ -1,0 +1,119 @@
+"""A Redis that may be absent, frozen, emptied or replaced at any moment.
+
+Owns the connection, its deadlines, and the restart of the embedded Valkey. Every command of the
+server goes through `Broker.command`. It knows nothing of what the commands mean.
+
+redis-py's defaults take seconds to fail, and a cancelled command can leave its reply to the next
+caller. So: no retries, short socket timeouts, an outer deadline, and every command runs in a task
+of its own that its caller's cancellation does not reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from openbook.server.errors import BrokerAway
+from openbook.server.logs import Log
+from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
+
+SOCKET_TIMEOUT_S = 0.25
+COMMAND_DEADLINE_S = 0.5
+REST_S = 0.5  # after a failure: fail at once for this long instead of making each caller wait
+WATCH_S = 1.0
+
+
+class Broker:
+    """Commands to one Redis, each bounded in time; BrokerAway when it does not answer."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        log: Log,
+        embedded: EmbeddedValkey | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._embedded = embedded
+        self._clock = clock
+        self._rest_until = 0.0
+        self._is_away = False
+        self._running: set[asyncio.Task[Any]] = set()
+        self._client = redis.asyncio.Redis.from_url(
+            url,
+            decode_responses=True,
+            protocol=2,  # the replies of Redis 7.0
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=16,
+        )
+
+    async def command(self, *words: str | int | float) -> Any:
+        """Run one command and return its reply as redis-py parses it. Raises BrokerAway.
+
+        Any error reply (READONLY, LOADING, a wrong type) counts as away: Redis only advises.
+        """
+        if self._clock() < self._rest_until:
+            raise BrokerAway()
+        task = asyncio.create_task(self._bounded(words))
+        self._running.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    async def _bounded(self, words: tuple[str | int | float, ...]) -> Any:
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                reply = await self._client.execute_command(*words)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._rest_until = self._clock() + REST_S
+            if not self._is_away:
+                self._is_away = True
+                self._log.warning("redis_away", error=type(error).__name__)
+            raise BrokerAway() from error
+        if self._is_away:
+            self._is_away = False
+            self._log.info("redis_back")
+        return reply
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: its caller may have been cancelled
+
+    async def warn_about_eviction(self) -> None:
+        """Log a warning when this Redis may evict live leases. Never raises."""
+        try:
+            reply = await self.command("CONFIG GET", "maxmemory-policy")
+        except BrokerAway:
+            return
+        policy = reply.get("maxmemory-policy", "") if isinstance(reply, dict) else ""
+        if str(policy).startswith("allkeys-"):
+            self._log.warning("redis_evicts_leases", policy=policy)
+
+    async def keep(self) -> None:
+        """Restart the embedded Valkey whenever it is gone, until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._embedded is None or self._embedded.is_running():
+                continue
+            self._log.warning("valkey_restart")
+            try:
+                await asyncio.to_thread(self._embedded.start)
+            except ValkeyFailed:
+                self._log.error("valkey_failed")
+
+    async def close(self) -> None:
+        """Drop every connection; commands under way fail."""
+        for task in tuple(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._client.aclose()

@@ -1,0 +1,267 @@
+"""What can go wrong in the server, and the one table from every domain error to the wire.
+
+    ServerError
+    ├── RequestRefused                the caller's message is wrong
+    │   ├── NameInvalid
+    │   ├── ArgumentInvalid           names the field, never its value
+    │   ├── FieldNotSupported, MethodNotSupported
+    │   ├── PageTokenInvalid
+    │   ├── DocumentOversized, ChunkOversized
+    │   └── DigestMismatch
+    ├── ModelUnknown, ContextUnknown
+    ├── ContextNotReady, ContextFailed, ContextInUse
+    ├── IngestQueueFull, AsksFull, OpenedFull, StorageFull, ReaderStalled
+    ├── UploadCorrupt                 a stored document is not what was uploaded
+    ├── IngestCancelled, IngestCrashed
+    ├── EngineStopped, Draining, DeadlinePassed
+    └── BrokerAway                    Redis did not answer; never reaches a caller
+
+Owns status, reason and text of every error. A text holds names, sizes and positions, nothing that
+a user wrote. What is not in the table is a fault of ours: the caller gets a fixed text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+DOMAIN = "openbook"
+FAULT_REASON = "INTERNAL"
+FAULT_TEXT = "the server failed; the time of the call finds it in the server's log"
+
+Code = grpc.StatusCode
+
+
+class ServerError(Exception):
+    """Anything the server itself refuses or cannot do."""
+
+
+class RequestRefused(ServerError):
+    """The caller's message is wrong."""
+
+
+class NameInvalid(RequestRefused):
+    """A resource name is not `contexts/` and a context id."""
+
+    def __init__(self) -> None:
+        super().__init__("a context's name is contexts/ and 32 hexadecimal digits")
+
+
+class ArgumentInvalid(RequestRefused):
+    """A field holds a value that is never right."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field} {why}")
+        self.field = field
+
+
+class FieldNotSupported(RequestRefused):
+    """A field of the interface that this server does not serve yet."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is not supported yet")
+        self.field = field
+
+
+class MethodNotSupported(RequestRefused):
+    """A method of the interface that this server does not serve yet."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(f"{method} is not supported yet")
+        self.method = method
+
+
+class PageTokenInvalid(RequestRefused):
+    """A page token is none of ours."""
+
+    def __init__(self) -> None:
+        super().__init__("page_token is not one that this server gave")
+
+
+class DocumentOversized(RequestRefused):
+    """A document has more bytes than the server takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"a document may have at most {limit} bytes")
+        self.limit = limit
+
+
+class ChunkOversized(RequestRefused):
+    """One chunk of an upload has more bytes than one message may carry."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a chunk may have at most {limit} bytes, got {size}")
+        self.bytes = size
+        self.limit = limit
+
+
+class DigestMismatch(RequestRefused):
+    """The bytes that arrived are not those that were announced."""
+
+    def __init__(self) -> None:
+        super().__init__("the document's SHA-256 is not the one in the metadata")
+
+
+class ModelUnknown(ServerError):
+    """The named model is not the one served."""
+
+    def __init__(self) -> None:
+        super().__init__("this server does not serve that model")
+
+
+class ContextUnknown(ServerError):
+    """No such context, or not the caller's: both read the same."""
+
+    def __init__(self) -> None:
+        super().__init__("there is no such context")
+
+
+class ContextNotReady(ServerError):
+    """The context is still being read."""
+
+    def __init__(self) -> None:
+        super().__init__("the context is still being read")
+
+
+class ContextFailed(ServerError):
+    """The context is in state FAILED; carries the reason and text it failed with."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class ContextInUse(ServerError):
+    """The context cannot be deleted while an answer reads it."""
+
+    def __init__(self) -> None:
+        super().__init__("the context is in use by a running ask")
+
+
+class IngestQueueFull(ServerError):
+    """Too many documents wait to be read."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} documents already wait to be read; try again later")
+        self.limit = limit
+
+
+class AsksFull(ServerError):
+    """Too many asks run or wait."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} asks already run or wait; try again later")
+        self.limit = limit
+
+
+class OpenedFull(ServerError):
+    """The contexts being read fill the memory set aside for them."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"contexts in use fill the {limit} bytes set aside for open ones")
+        self.limit = limit
+
+
+class StorageFull(ServerError):
+    """The disk has no room for an upload."""
+
+    def __init__(self) -> None:
+        super().__init__("the server's disk is full")
+
+
+class ReaderStalled(ServerError):
+    """The caller does not read its answer."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer was not read in time")
+
+
+class UploadCorrupt(ServerError):
+    """A stored upload is not what was uploaded."""
+
+    def __init__(self) -> None:
+        super().__init__("the stored upload is damaged; upload the document again")
+
+
+class IngestCancelled(ServerError):
+    """The reading stopped because the context was deleted or the server stops."""
+
+    def __init__(self) -> None:
+        super().__init__("the reading was cancelled")
+
+
+class IngestCrashed(ServerError):
+    """The server stopped each time it read this document."""
+
+    def __init__(self, attempts: int) -> None:
+        super().__init__(f"the server stopped {attempts} times while reading this document")
+        self.attempts = attempts
+
+
+class EngineStopped(ServerError):
+    """The thread that answers has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the server cannot answer; it has to be started again")
+
+
+class Draining(ServerError):
+    """The server is about to stop and takes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
+
+
+class DeadlinePassed(ServerError):
+    """The call took longer than the server allows."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the call took longer than {limit_s:g} s")
+        self.limit_s = limit_s
+
+
+class BrokerAway(ServerError):
+    """Redis did not answer in time; no caller waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__("Redis does not answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one class of errors goes over the wire; `fields` are attributes that go with it."""
+
+    code: Code
+    reason: str
+    fields: tuple[str, ...] = ()
+
+
+SERVER_TABLE: Mapping[type[Exception], Row] = {
+    NameInvalid: Row(Code.INVALID_ARGUMENT, "NAME_INVALID"),
+    ArgumentInvalid: Row(Code.INVALID_ARGUMENT, "ARGUMENT_INVALID", ("field",)),
+    FieldNotSupported: Row(Code.INVALID_ARGUMENT, "NOT_SUPPORTED_YET", ("field",)),
+    MethodNotSupported: Row(Code.UNIMPLEMENTED, "NOT_SUPPORTED_YET", ("method",)),
+    PageTokenInvalid: Row(Code.INVALID_ARGUMENT, "PAGE_TOKEN_INVALID"),
+    DocumentOversized: Row(Code.INVALID_ARGUMENT, "DOCUMENT_OVERSIZED", ("limit",)),
+    ChunkOversized: Row(Code.INVALID_ARGUMENT, "CHUNK_OVERSIZED", ("bytes", "limit")),
+    DigestMismatch: Row(Code.INVALID_ARGUMENT, "DIGEST_MISMATCH"),
+    ModelUnknown: Row(Code.NOT_FOUND, "MODEL_UNKNOWN"),
+    ContextUnknown: Row(Code.NOT_FOUND, "CONTEXT_UNKNOWN"),
+    ContextNotReady: Row(Code.FAILED_PRECONDITION, "CONTEXT_NOT_READY"),
+    ContextFailed: Row(Code.FAILED_PRECONDITION, "CONTEXT_FAILED"),
+    ContextInUse: Row(Code.FAILED_PRECONDITION, "CONTEXT_IN_USE"),
+    IngestQueueFull: Row(Code.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL", ("limit",)),
+    AsksFull: Row(Code.RESOURCE_EXHAUSTED, "ASKS_FULL", ("limit",)),
+    OpenedFull: Row(Code.RESOURCE_EXHAUSTED, "OPENED_FULL", ("limit",)),
+    StorageFull: Row(Code.RESOURCE_EXHAUSTED, "STORE_FULL"),
+    ReaderStalled: Row(Code.RESOURCE_EXHAUSTED, "READER_STALLED"),
+    UploadCorrupt: Row(Code.DATA_LOSS, "UPLOAD_CORRUPT"),
+    IngestCancelled: Row(Code.ABORTED, "INGEST_CANCELLED"),
+    IngestCrashed: Row(Code.INTERNAL, "INGEST_CRASHED", ("attempts",)),
+    EngineStopped: Row(Code.UNAVAILABLE, "ENGINE_STOPPED"),
+    Draining: Row(Code.UNAVAILABLE, "DRAINING"),
+    DeadlinePassed: Row(Code.DEADLINE_EXCEEDED, "DEADLINE_PASSED", ("limit_s",)),
+    BrokerAway: Row(Code.UNAVAILABLE, "BROKER_AWAY"),
+}

@@ -1,0 +1,124 @@
+"""What a person may decide about a server, read once and checked before anything starts.
+
+Owns names, defaults and ranges of the settings. It knows nothing of how they are used. A value
+comes from the command line, else from the environment (`OPENBOOK_` and the name in capitals).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+GIB = 1 << 30
+ENV_PREFIX = "OPENBOOK_"
+ROLES_SERVED = ("all",)
+ROLES_PLANNED = ("gateway", "ingest", "decode")
+
+
+class SettingsInvalid(Exception):
+    """The settings cannot be served; the text is one line for a person."""
+
+
+class Settings(BaseSettings):
+    """The settings of one server process."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    role: str = "all"
+    listen: str = "127.0.0.1:50051"
+    data: Path
+    model: str = Field(min_length=1)
+    device: str = "cpu"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    rope_scale: Annotated[float, Field(ge=1, le=64, allow_inf_nan=False)] = 1.0
+    threads: Annotated[int, Field(ge=1, le=1024)] = Field(default_factory=lambda: _cores())
+    redis_url: SecretStr | None = None
+    kv_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    plan: Literal["scan", "graph"] | None = None
+
+    document_bytes_max: Annotated[int, Field(ge=1, le=GIB)] = 64 * MIB
+    question_tokens_max: Annotated[int, Field(ge=1)] = 4096
+    answer_tokens_max: Annotated[int, Field(ge=1)] = 2048
+    sequences_max: Annotated[int, Field(ge=1, le=256)] = 8
+    asks_waiting_max: Annotated[int, Field(ge=0, le=4096)] = 16
+    ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 16
+    opened_bytes_max: Annotated[int, Field(ge=1)] = 16 * GIB
+    ask_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
+    call_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    ingest_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1800.0
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    lease_ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0
+
+    @field_validator("role")
+    @classmethod
+    def _check_role(cls, role: str) -> str:
+        if role in ROLES_PLANNED:
+            raise ValueError(f"the role {role!r} is not served yet; use 'all'")
+        if role not in ROLES_SERVED:
+            raise ValueError("the role must be 'all'")
+        return role
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, listen: str) -> str:
+        return loopback_address(listen)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        schemes = ("redis://", "rediss://", "unix://")
+        if url is not None and not url.get_secret_value().startswith(schemes):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+
+def load_settings(given: Mapping[str, object]) -> Settings:
+    """Return the settings from `given` (None means not given) and the environment.
+
+    Raises SettingsInvalid with one line that names the first wrong setting. A value is never part
+    of that line: a Redis URL may hold a password.
+    """
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        text = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+        option = f"--{name.replace('_', '-')} (or {ENV_PREFIX}{name.upper()})"
+        raise SettingsInvalid(f"invalid setting {option}: {text}") from error
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the names in `environ` that look like settings and are none."""
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def loopback_address(listen: str) -> str:
+    """Return `listen` as HOST:PORT with a numeric host; raise ValueError unless it is loopback."""
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT with a port from 0 to 65535")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if bare == "localhost":
+        bare = "127.0.0.1"
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        raise ValueError("the host must be a loopback address, such as 127.0.0.1") from None
+    if not address.is_loopback:
+        raise ValueError("only loopback addresses are served, such as 127.0.0.1")
+    return f"[{address}]:{int(port)}" if address.version == 6 else f"{address}:{int(port)}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
