@@ -9,26 +9,18 @@ the distance: so every sampled query is first turned to the position where decod
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from openbook.worker.models import Rotation, rotate
 
 NEIGHBOURS = 100  # keys per training query; RoarGraph's N_q, and the paper's top-100
 SAMPLE_MAX = 4096  # training queries per query head
 SAMPLE_MIN = 256
 SAMPLE_SHARE = 0.125  # of the positions, until SAMPLE_MAX
 TILE_BYTES_MAX = 24 << 20  # of scores at once; the ingest's memory promise counts on it
-
-
-class Turns(Protocol):
-    """The part of a model's rotation that capture needs."""
-
-    def rotate(self, q: Tensor, delta: Tensor) -> Tensor:
-        """Turn q (..., s, d) forward by delta (s,) positions."""
-        ...
 
 
 def sample_positions(token_count: int) -> NDArray[np.int64]:
@@ -43,14 +35,16 @@ def sample_positions(token_count: int) -> NDArray[np.int64]:
 
 
 def rotated_queries(
-    q: Tensor, positions: NDArray[np.int64], token_count: int, rotation: Turns
+    q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None
 ) -> Tensor:
-    """Take the queries at `positions` and turn each to position `token_count`.
+    """Take the queries at `positions` and turn each to position n, the first after the document.
 
-    q (query heads, n, d) after RoPE. Returns float32 (query heads, s, d) on q's device.
+    q (query heads, n, d) after RoPE. Returns float32 (query heads, s, d) on q's device. Without a
+    known rotation the queries stay as they are: the index is poorer, the answers as exact.
     """
     chosen = torch.from_numpy(positions).to(q.device)
-    return rotation.rotate(q[:, chosen].float(), token_count - chosen)
+    taken = q[:, chosen].float()
+    return taken if rotation is None else rotate(taken, rotation, by=q.shape[1] - chosen)
 
 
 def second_moment(queries: Tensor) -> NDArray[np.float32]:

@@ -1,0 +1,326 @@
+"""From a document to a sealed draft: tokens, one forward, an index per head, files.
+
+Owns the order of the stages, the choice of the stored number type and the seconds of each stage.
+At most one layer of the context is in memory beside the model and its activations: a layer is
+indexed and written inside its own attention call. It knows nothing of tenants, queues or where a
+context is published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from openbook.indexstore.attend import attend
+from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.dtypes import fits, to_float32, to_stored
+from openbook.indexstore.head import (
+    EXACT,
+    AttendRequest,
+    HeadIndex,
+    HeadPlan,
+    KvDtype,
+    PlanKind,
+    Stored,
+)
+from openbook.indexstore.plan import force_plan, plan_head
+from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
+from torch import Tensor
+
+from openbook.worker.capture import (
+    NEIGHBOURS,
+    exact_top_k,
+    rotated_queries,
+    sample_positions,
+    second_moment,
+)
+from openbook.worker.errors import IngestCancelled, NonFiniteKeys
+from openbook.worker.models import Model, Rotation, rotation
+from openbook.worker.prefill import CapturedLayer, Prefill
+from openbook.worker.tokens import DocumentTokens, document_tokens
+from openbook.worker.window import middle_range, window_positions
+
+PROBES = 4  # queries per head whose exact answers are stored, for a later check
+STORED_QUERIES_MAX = 1024  # training queries kept per KV head: an index can be rebuilt from them
+
+Stage = Literal["tokenizing", "reading", "sealing"]
+
+
+@dataclass(frozen=True, slots=True)
+class IngestSettings:
+    """How a document is stored.
+
+    `plan` forces one plan on every head, for measurement. float16 gives way to bfloat16 for the
+    whole context when a key or value does not fit it; the manifest says which was used.
+    """
+
+    layout: str
+    kv_dtype: KvDtype = "float16"
+    params: IndexParams = field(default_factory=IndexParams)
+    threads: int = 1
+    plan: PlanKind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IngestProgress:
+    """How far an ingest is; `layers_done` of `layers` are on disk."""
+
+    stage: Stage
+    layers_done: int
+    layers: int
+
+
+class _Float16Overflow(Exception):
+    """A key or value is beyond float16: start again in bfloat16."""
+
+
+def ingest(
+    model: Model,
+    document: bytes,
+    draft: Draft,
+    *,
+    context_id: str,
+    settings: IngestSettings,
+    on_progress: Callable[[IngestProgress], None],
+    is_cancelled: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    created_unix_s: int | None = None,
+) -> Manifest:
+    """Read a document once and seal what was read into `draft`, which the caller publishes.
+
+    Raises NotText, DocumentEmpty, DocumentTooLong and LayoutUnavailable before the model runs;
+    NonFiniteKeys, IngestCancelled and the store's own errors later. Nothing is sealed then.
+    """
+    layers = model.shape.layers
+    on_progress(IngestProgress("tokenizing", 0, layers))
+    started = clock()
+    tokens = document_tokens(model, document, settings.layout)
+    if is_cancelled():
+        raise IngestCancelled
+    draft.write_tokens(tokens.ids, tokens.offsets)
+    tokenize_s = clock() - started
+    kv_dtype = settings.kv_dtype
+    while True:
+        layer_writer = _LayerWriter(model, draft, settings, kv_dtype, clock=clock)
+        layer_writer.token_count = len(tokens)
+        try:
+            _forward(model, tokens, layer_writer, on_progress, is_cancelled)
+            break
+        except _Float16Overflow:
+            kv_dtype = "bfloat16"
+            draft.drop_layers()
+    if is_cancelled():
+        raise IngestCancelled
+    on_progress(IngestProgress("sealing", layers, layers))
+    spent = layer_writer.spent
+    stages = StageSeconds(
+        tokenize=tokenize_s,
+        prefill=max(0.0, clock() - started - tokenize_s - spent.build - spent.write),
+        build=spent.build,
+        write=spent.write,
+    )
+    created = int(time.time()) if created_unix_s is None else created_unix_s
+    return draft.seal(
+        _manifest_fields(
+            model, tokens, layer_writer, context_id=context_id, stages=stages, created=created
+        )
+    )
+
+
+def _forward(
+    model: Model,
+    tokens: DocumentTokens,
+    layer_writer: _LayerWriter,
+    on_progress: Callable[[IngestProgress], None],
+    is_cancelled: Callable[[], bool],
+) -> None:
+    """Run the model without its head over all tokens, each layer through the writer."""
+    layers = model.shape.layers
+
+    def sink(captured: CapturedLayer) -> None:
+        layer_writer.write(captured)
+        on_progress(IngestProgress("reading", captured.layer + 1, layers))
+
+    on_progress(IngestProgress("reading", 0, layers))
+    ids = torch.from_numpy(tokens.ids.astype(np.int64)).to(model.device)
+    with torch.inference_mode():
+        model.base(
+            input_ids=ids.unsqueeze(0),
+            position_ids=torch.arange(len(tokens), device=model.device).unsqueeze(0),
+            use_cache=False,
+            openbook=Prefill(sink, is_cancelled=is_cancelled),
+        )
+
+
+@dataclass(slots=True)
+class _Spent:
+    build: float = 0.0
+    write: float = 0.0
+
+
+class _LayerWriter:
+    """Turns captured layers into records, one at a time, and writes each before the next."""
+
+    def __init__(
+        self,
+        model: Model,
+        draft: Draft,
+        settings: IngestSettings,
+        kv_dtype: KvDtype,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self.token_count = 0
+        self.kv_dtype: KvDtype = kv_dtype
+        self.spent = _Spent()
+        self.plan: list[tuple[HeadPlan, ...]] = []
+        self._draft = draft
+        self._settings = settings
+        self._clock = clock
+        self._rotation = rotation(model)
+
+    def write(self, captured: CapturedLayer) -> None:
+        """Index and write one layer. Raises NonFiniteKeys before anything of it is written."""
+        started = self._clock()
+        keys = self._stored(captured.layer, captured.k)  # (KV heads, n, d)
+        values = self._stored(captured.layer, captured.v)  # (KV heads, n, dv)
+        records = _layer_records(
+            captured, keys, values, settings=self._settings, turn=self._rotation
+        )
+        del keys, values
+        built = self._clock()
+        self._draft.write_layer(captured.layer, records)
+        self.plan.append(_plan(records.heads, self._settings.plan))
+        self.spent.build += built - started
+        self.spent.write += self._clock() - built
+
+    def _stored(self, layer: int, rows: Tensor) -> Stored:
+        """Round to the stored type; every number must be finite, before and after."""
+        wide: NDArray[np.float32] = rows.float().cpu().numpy()
+        finite = np.isfinite(wide)
+        if not finite.all():
+            head, position, _ = (int(i) for i in np.argwhere(~finite)[0])
+            raise NonFiniteKeys(layer, head, position)
+        if not fits(wide, self.kv_dtype):
+            raise _Float16Overflow
+        return to_stored(wide, self.kv_dtype)
+
+
+def _plan(heads: tuple[HeadIndex, ...], forced: PlanKind | None) -> tuple[HeadPlan, ...]:
+    plan = tuple(plan_head(head.middle_tokens) for head in heads)
+    return plan if forced is None else force_plan(plan, forced)
+
+
+def _layer_records(
+    captured: CapturedLayer,
+    keys: Stored,
+    values: Stored,
+    *,
+    settings: IngestSettings,
+    turn: Rotation | None,
+) -> LayerRecords:
+    """Build everything the store keeps of a layer from its stored keys and values."""
+    query_heads, token_count, head_dim = captured.q.shape
+    kv_heads, _, value_dim = values.shape
+    window, middle = window_positions(token_count), middle_range(token_count)
+    records = {
+        "window_keys": np.ascontiguousarray(keys[:, window]),
+        "window_values": np.ascontiguousarray(values[:, window]),
+    }
+    if not middle:
+        return LayerRecords(
+            heads=(),
+            train_queries=np.zeros((kv_heads, 0, head_dim), np.float16),
+            train_positions=np.zeros((kv_heads, 0), np.int32),
+            probe_queries=np.zeros((query_heads, 0, head_dim), np.float32),
+            probe_out=np.zeros((query_heads, 0, value_dim), np.float32),
+            probe_lse=np.zeros((query_heads, 0), np.float32),
+            **records,
+        )
+    positions = sample_positions(token_count)  # (s,)
+    queries = rotated_queries(captured.q, positions, turn)  # (query heads, s, d)
+    span = slice(middle.start, middle.stop)
+    grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
+    heads = tuple(
+        _head(keys[head, span], values[head, span], grouped[head], params=settings.params)
+        for head in range(kv_heads)
+    )
+    probes = np.arange(token_count - PROBES, token_count)
+    probe_queries = rotated_queries(captured.q, probes, turn).cpu().numpy()
+    plan = tuple(plan_head(len(middle)) for _ in heads)
+    request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
+    (answer,) = attend([request], threads=settings.threads)
+    train_queries, train_positions = _kept_queries(grouped, positions)
+    return LayerRecords(
+        heads=heads,
+        train_queries=train_queries,
+        train_positions=train_positions,
+        probe_queries=probe_queries,
+        probe_out=answer.out,
+        probe_lse=answer.lse,
+        **records,
+    )
+
+
+def _head(keys: Stored, values: Stored, queries: Tensor, *, params: IndexParams) -> HeadIndex:
+    """Index one KV head's middle with the queries (group·s, d) of all its query heads."""
+    stored_keys = torch.from_numpy(to_float32(keys)).to(queries.device)  # (m, d), as rounded
+    neighbours = exact_top_k(queries, stored_keys, min(NEIGHBOURS, keys.shape[0]))
+    del stored_keys
+    return build_head(
+        np.ascontiguousarray(keys),
+        np.ascontiguousarray(values),
+        queries.cpu().numpy(),
+        neighbours,
+        params=params,
+        query_moment=second_moment(queries),
+    )
+
+
+def _kept_queries(
+    grouped: Tensor, positions: NDArray[np.int64]
+) -> tuple[Stored, NDArray[np.int32]]:
+    """Choose evenly what the store keeps of the training queries (KV heads, group·s, d)."""
+    kv_heads, count, _ = grouped.shape
+    chosen = np.unique(np.linspace(0, count - 1, min(count, STORED_QUERIES_MAX)).astype(np.int64))
+    kept = grouped[:, torch.from_numpy(chosen).to(grouped.device)].cpu().numpy()
+    where = positions[chosen % len(positions)].astype(np.int32)
+    stored = to_stored(kept, "float16" if fits(kept, "float16") else "float32")
+    return stored, np.ascontiguousarray(np.broadcast_to(where, (kv_heads, len(where))))
+
+
+def _manifest_fields(
+    model: Model,
+    tokens: DocumentTokens,
+    layer_writer: _LayerWriter,
+    *,
+    context_id: str,
+    stages: StageSeconds,
+    created: int,
+) -> ManifestFields:
+    shape, settings, kv_dtype = model.shape, layer_writer._settings, layer_writer.kv_dtype
+    row = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim)
+    return ManifestFields(
+        context_id=context_id,
+        model_fingerprint=model.fingerprint_for(settings.layout, kv_dtype),
+        index_fingerprint=settings.params.fingerprint(),
+        model_name=model.name,
+        prompt_layout=settings.layout,
+        token_count=len(tokens),
+        layers=shape.layers,
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        kv_dtype=kv_dtype,
+        scaling=shape.scalings,
+        plan=tuple(layer_writer.plan),
+        created_unix_s=created,
+        stages_s=stages,
+        kv_bytes_16bit=2 * row * len(tokens),
+    )

@@ -1,0 +1,201 @@
+"""Contexts that are open in this process: verified, mapped, their windows pinned.
+
+Owns who holds an open context and when it is let go: the first open loads it, later ones share it,
+the last close unmaps it. It knows nothing of asks, leases or where contexts are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from openbook.indexstore.errors import FingerprintMismatch
+from openbook.indexstore.head import HeadIndex, HeadPlan
+from openbook.indexstore.store import Manifest, StoredContext, open_context, read_manifest
+
+from openbook.worker.models import Model
+from openbook.worker.window import Window
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """One context in memory and the number of handles on it."""
+
+    stored: StoredContext
+    window: Window
+    heads: tuple[tuple[HeadIndex, ...], ...]  # per layer, per KV head; views of the mapped files
+    holders: int = 0
+
+
+class OpenedContext:
+    """A claim on an open context; everyone who reads has one of their own and closes it.
+
+    `heads` are borrowed views: they may be read while this claim is open, and not after.
+    """
+
+    def __init__(self, owner: OpenContexts, key: tuple[Path, str], loaded: _Loaded) -> None:
+        """Made by OpenContexts alone, which has counted this claim."""
+        self.open_ms = 0.0  # what opening cost this claim; nearly nothing when it was open already
+        self._owner = owner
+        self._key = key
+        self._loaded: _Loaded | None = loaded
+
+    @property
+    def manifest(self) -> Manifest:
+        """The sealed description of the context."""
+        return self._held().stored.manifest
+
+    @property
+    def token_count(self) -> int:
+        """The number of context tokens, n."""
+        return self.manifest.token_count
+
+    @property
+    def bytes_mapped(self) -> int:
+        """The size of the files mapped to answer."""
+        return self._held().stored.bytes_mapped
+
+    @property
+    def window(self) -> Window:
+        """The window on the device, shared by all claims."""
+        return self._held().window
+
+    @property
+    def heads(self) -> tuple[tuple[HeadIndex, ...], ...]:
+        """Per layer the index of every KV head; empty tuples without a middle."""
+        return self._held().heads
+
+    @property
+    def plan(self) -> tuple[tuple[HeadPlan, ...], ...]:
+        """Per layer the plan of every KV head."""
+        return self.manifest.plan
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this claim has not been closed."""
+        return self._loaded is not None
+
+    def hold(self) -> OpenedContext:
+        """Return another claim on the same context. Raises ValueError when this one is closed."""
+        return self._owner.share(self._key, self._held())
+
+    def close(self) -> None:
+        """Give this claim back; the last one unmaps the files. May be called again."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._owner.give_back(self._key, loaded)
+
+    def _held(self) -> _Loaded:
+        if self._loaded is None:
+            raise ValueError("this claim on the context is closed")
+        return self._loaded
+
+
+class OpenContexts:
+    """The open contexts of one model. Every method may be called from any thread."""
+
+    def __init__(self, model: Model, *, clock: Callable[[], float]) -> None:
+        """Open contexts for `model` and no other; `clock` counts seconds."""
+        self.loads = 0  # contexts really loaded, not shared
+        self._model = model
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._futures: dict[tuple[Path, str], Future[_Loaded]] = {}
+
+    def open(self, path: Path, context_id: str) -> OpenedContext:
+        """Return a claim on the context at `path`, loading it unless it is open.
+
+        Callers that come while it loads wait for that one load. Raises the store's errors.
+        """
+        started = self._clock()
+        key = (path, context_id)
+        while True:
+            with self._lock:
+                future = self._futures.get(key)
+                is_loader = future is None
+                if future is None:
+                    future = self._futures[key] = Future()
+            if is_loader:
+                self._load(key, future)
+            loaded = future.result()
+            with self._lock:
+                if self._futures.get(key) is not future:
+                    continue  # closed by its last holder before this claim was counted
+                loaded.holders += 1
+            claim = OpenedContext(self, key, loaded)
+            claim.open_ms = (self._clock() - started) * 1e3
+            return claim
+
+    def share(self, key: tuple[Path, str], loaded: _Loaded) -> OpenedContext:
+        """Count one more claim on a context that someone holds."""
+        with self._lock:
+            loaded.holders += 1
+        return OpenedContext(self, key, loaded)
+
+    def give_back(self, key: tuple[Path, str], loaded: _Loaded) -> None:
+        """Count one claim less; close the files after the last."""
+        with self._lock:
+            loaded.holders -= 1
+            if loaded.holders:
+                return
+            del self._futures[key]
+        loaded.heads = ()
+        loaded.stored.close()
+
+    @property
+    def open_count(self) -> int:
+        """The number of contexts in memory or on their way there."""
+        with self._lock:
+            return len(self._futures)
+
+    def _load(self, key: tuple[Path, str], future: Future[_Loaded]) -> None:
+        """Load a context into its future; a failure is everyone's who waits, and forgotten."""
+        try:
+            loaded = _load(self._model, *key)
+        except BaseException as error:
+            with self._lock:
+                del self._futures[key]
+            future.set_exception(error)
+            return
+        with self._lock:
+            self.loads += 1
+        future.set_result(loaded)
+
+
+def _load(model: Model, path: Path, context_id: str) -> _Loaded:
+    promised = read_manifest(path)
+    fingerprint = model.fingerprint_for(promised.prompt_layout, promised.kv_dtype)
+    stored = open_context(path, model_fingerprint=fingerprint)
+    try:
+        _check(model, stored.manifest, context_id)
+        layers = [stored.layer(layer) for layer in range(stored.manifest.layers)]
+        window = Window.load(
+            layers, stored.manifest.token_count, device=model.device, dtype=model.module.dtype
+        )
+        return _Loaded(stored, window, tuple(layer.heads for layer in layers))
+    except BaseException:
+        stored.close()
+        raise
+
+
+def _check(model: Model, manifest: Manifest, context_id: str) -> None:
+    """Refuse a context whose fingerprint fits and whose numbers do not: a forged manifest."""
+    shape = model.shape
+    for field, expected, found in (
+        ("context_id", context_id, manifest.context_id),
+        ("layers", shape.layers, manifest.layers),
+        ("query_heads", shape.query_heads, manifest.query_heads),
+        ("kv_heads", shape.kv_heads, manifest.kv_heads),
+        ("head_dim", shape.head_dim, manifest.head_dim),
+        ("value_dim", shape.value_dim, manifest.value_dim),
+        ("scaling", shape.scalings, manifest.scaling),
+    ):
+        if expected != found:
+            raise FingerprintMismatch(field, str(expected), str(found))
+    if manifest.token_count > shape.positions_max:
+        raise FingerprintMismatch(
+            "token_count", f"at most {shape.positions_max}", str(manifest.token_count)
+        )
