@@ -1,0 +1,126 @@
+"""What can go wrong in the worker, one class per kind.
+
+Owns the worker's exception tree; knows nothing of gRPC statuses (the server translates). Messages
+carry names, numbers and offsets, never a user's text.
+
+WorkerError
+├── ModelMissing(source, reason)         no such model, or no safe weights in it
+├── UnsupportedModel(model, reason)      the model cannot be served; the reason names what and where
+├── LayoutUnavailable(layout, available) the model has no such prompt layout
+├── DocumentError
+│   ├── DocumentEmpty                    nothing but whitespace
+│   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions
+│   └── NotText(offset)                  not UTF-8 at this byte
+├── NonFiniteKeys(layer, head, position) the model computed a NaN or infinity
+├── NonFiniteLogits(step)                the same, in the scores of the next token
+├── IngestCancelled                      the caller asked to stop
+└── AskError
+    ├── QuestionTooLong(tokens, limit)   no position left for the question and one token of answer
+    └── BadAsk(field, problem)           a parameter out of range; also a ValueError
+"""
+
+
+class WorkerError(Exception):
+    """Base of every error this component raises on purpose."""
+
+
+class ModelMissing(WorkerError):
+    """Report that `source` names no model that can be read safely."""
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(f"model {source}: {reason}")
+        self.source = source
+        self.reason = reason
+
+
+class UnsupportedModel(WorkerError):
+    """Report that a model's architecture or files cannot be served."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"model {model} cannot be served: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class LayoutUnavailable(WorkerError):
+    """Report a prompt layout that the model does not have."""
+
+    def __init__(self, layout: str, available: tuple[str, ...]) -> None:
+        super().__init__(f"prompt layout not available; this model has {', '.join(available)}")
+        self.layout = layout
+        self.available = available
+
+
+class DocumentError(WorkerError):
+    """Base of what can be wrong with a document."""
+
+
+class DocumentEmpty(DocumentError):
+    """Report a document with no text in it: no bytes, or whitespace alone."""
+
+    def __init__(self) -> None:
+        super().__init__("the document is empty or only whitespace")
+
+
+class DocumentTooLong(DocumentError):
+    """Report a document of `tokens` tokens where the model has `limit` positions."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(f"the document has {tokens} tokens; the model's limit is {limit}")
+        self.tokens = tokens
+        self.limit = limit
+
+
+class NotText(DocumentError):
+    """Report bytes that are not UTF-8; `offset` is the first bad byte."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(f"the document is not UTF-8 text at byte {offset}")
+        self.offset = offset
+
+
+class NonFiniteKeys(WorkerError):
+    """Report a NaN or infinity among the keys or values that the model computed."""
+
+    def __init__(self, layer: int, head: int, position: int) -> None:
+        super().__init__(f"layer {layer}, head {head}, position {position}: not a finite number")
+        self.layer = layer
+        self.head = head
+        self.position = position
+
+
+class NonFiniteLogits(WorkerError):
+    """Report that the model scored the next token with a NaN or an infinity."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"answer token {step}: the model's scores are not finite numbers")
+        self.step = step
+
+
+class IngestCancelled(WorkerError):
+    """Report that an ingest stopped because its caller asked."""
+
+    def __init__(self) -> None:
+        super().__init__("the ingest was cancelled")
+
+
+class AskError(WorkerError):
+    """Base of what can be wrong with one ask."""
+
+
+class QuestionTooLong(AskError):
+    """Report a question of `tokens` tokens where `limit` positions are left after the context."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(f"the question has {tokens} tokens; after this context {limit} are left")
+        self.tokens = tokens
+        self.limit = limit
+
+
+class BadAsk(AskError, ValueError):
+    """Report a parameter of an ask that is out of range."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
