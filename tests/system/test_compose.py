@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from openbook.server.settings import Settings, loopback_address
 
@@ -104,3 +110,23 @@ def test_every_file_that_the_image_copies_exists_and_reaches_the_builder() -> No
                 for source in arguments.split()[:-1]:
                     assert (ROOT / source).exists(), source
                     assert f"!{source.split('/')[0]}" in sent, source
+
+
+def health_check(port: int, *arguments: str) -> int:
+    command = [sys.executable, str(ROOT / "scripts" / "healthcheck.py"), *arguments]
+    environ = os.environ | {"OPENBOOK_LISTEN": f"127.0.0.1:{port}"}
+    return subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode
+
+
+def test_health_check_follows_the_server_and_tells_draining_from_dead() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert health_check(port) == 0
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert (health_check(port), health_check(port, "--alive")) == (1, 0)
+    server.stop(None).wait()
+    assert health_check(port, "--alive") == 1
