@@ -45,6 +45,9 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.metadata: list[pb.IngestContextRequest.Metadata] = []
         self.asked: list[pb.AskRequest] = []
         self.deltas = ["The ", "keeper's ", "", "daughter."]
+        self.answers: dict[str, list[str]] = {}  # of questions that have their own
+        self.tokens_forwarded = 7000
+        self.tokens_of_an_ask = FINAL.usage.question_tokens
         self.final: pb.AskFinal | None = FINAL
         self.refusals: dict[str, list[Refusal]] = {}
         self.refusals_mid_answer: list[Refusal] = []
@@ -138,7 +141,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self._enter("Ask", rpc)
         self.asked.append(request)
         self._context(request.context, rpc)
-        for number, delta in enumerate(self.deltas):
+        self.tokens_forwarded += self.tokens_of_an_ask
+        for number, delta in enumerate(self.answers.get(request.question, self.deltas)):
             if number == self.hold_answer_after:
                 self.answer_ended.wait(timeout=30)  # until the caller cancels
                 return
@@ -159,7 +163,7 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
             head_dim=64,
             positions_max=8192,
             prompt_layouts=[pb.PROMPT_LAYOUT_CHAT, pb.PROMPT_LAYOUT_COMPLETION, 77],
-            tokens_forwarded=7009,
+            tokens_forwarded=self.tokens_forwarded,
         )
         return pb.ListModelsResponse(models=[model])
 

@@ -165,7 +165,7 @@ def test_delete_removes_and_then_is_not_found(client: Client, context_id: str) -
 def test_models_lists_known_layouts_only(client: Client) -> None:
     (model,) = client.models()
     assert model.layouts == ("chat", "completion")
-    assert (model.name, model.positions_max, model.tokens_forwarded) == ("fake", 8192, 7009)
+    assert (model.name, model.positions_max, model.tokens_forwarded) == ("fake", 8192, 7000)
 
 
 def test_lookups_are_retried_while_unavailable(fake: FakeServer, client: Client) -> None:

@@ -41,7 +41,7 @@ def test_docstring_draws_every_class_under_its_parent() -> None:
         for name, kind in vars(errors).items()
         if inspect.isclass(kind) and issubclass(kind, errors.OpenbookError)
     }
-    depths = {name: len(kind.__mro__) - 3 for name, kind in classes.items()}
+    depths = {name: len(kind.__mro__) - 4 for name, kind in classes.items()}
     assert drawn == depths
 
 

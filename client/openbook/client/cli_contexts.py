@@ -1,0 +1,86 @@
+"""`openbook contexts`: list, show and delete.
+
+Knows: options. Does not know: how a context is stored.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from openbook.client.cli_options import Server, connect
+from openbook.client.console import moment, one_line_errors, print_contexts, print_fields, size
+from openbook.client.views import ContextInfo
+
+ContextId = Annotated[str, typer.Argument(metavar="ID", help="The id that ingest printed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")]
+
+contexts_app = typer.Typer(
+    help="List, show and delete what the service has read.", no_args_is_help=True
+)
+
+
+@contexts_app.command("list")
+def list_contexts(server: Server = "localhost:50051", as_json: AsJson = False) -> None:
+    """List the contexts, newest first."""
+    with one_line_errors(server), connect(server) as client:
+        contexts = list(client.contexts())
+    if as_json:
+        for info in contexts:
+            print(_json(info))
+    else:
+        print_contexts(contexts, Console())
+
+
+@contexts_app.command()
+def show(
+    context_id: ContextId, server: Server = "localhost:50051", as_json: AsJson = False
+) -> None:
+    """Show one context."""
+    with one_line_errors(server), connect(server) as client:
+        info = client.context(context_id)
+    if as_json:
+        print(_json(info))
+    else:
+        print_fields(_fields(info), Console())
+
+
+@contexts_app.command()
+def delete(
+    context_ids: Annotated[list[str], typer.Argument(metavar="ID...")],
+    server: Server = "localhost:50051",
+) -> None:
+    """Delete contexts; stops at the first that cannot be deleted."""
+    with one_line_errors(server), connect(server) as client:
+        for context_id in context_ids:
+            client.delete(context_id)
+
+
+def _fields(info: ContextInfo) -> dict[str, object]:
+    """Return what a person wants to see of a context."""
+    fields: dict[str, object] = {
+        "id": info.id,
+        "name": info.display_name,
+        "model": info.model,
+        "state": info.state,
+        "layout": info.layout,
+        "tokens": info.token_count,
+        "on disk": size(info.bytes_on_disk),
+        "keys and values, 16 bit": size(info.kv_bytes_16bit),
+        "created": moment(info.created),
+        "expires": moment(info.expires) or "never",
+    }
+    if info.state == "creating":
+        fields["progress"] = (
+            f"{info.progress.stage} {info.progress.layers_done}/{info.progress.layers} layers"
+        )
+    if info.state == "failed":
+        fields["error"] = f"{info.error_reason}: {info.error_message}"
+    return fields
+
+
+def _json(info: ContextInfo) -> str:
+    """Return a context as one line of JSON; times are ISO 8601."""
+    return json.dumps(asdict(info), default=str, ensure_ascii=False)
