@@ -23,7 +23,8 @@ from openbook.indexstore.layout import (
     info_of,
 )
 
-assert tuple(k.label for k in HEAD_KINDS) == tuple(f.name for f in fields(HeadIndex)), "one record"
+_LABELS_OF_HEAD = tuple(kind.label for kind in HEAD_KINDS)
+assert _LABELS_OF_HEAD == tuple(f.name for f in fields(HeadIndex)), "one record per array"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class LayerRecords:
     probe_lse: NDArray[np.float32]  # (Hq, p)
 
 
-assert tuple(k.label for k in LAYER_KINDS) == tuple(f.name for f in fields(LayerRecords))[1:]
+_LABELS_OF_LAYER = ("heads", *(kind.label for kind in LAYER_KINDS))
+assert _LABELS_OF_LAYER == tuple(f.name for f in fields(LayerRecords)), "one record per array"
 
 
 def layer_arrays(records: LayerRecords) -> Iterator[tuple[Kind, int | None, NDArray[Any]]]:

@@ -45,7 +45,7 @@ FORMAT_VERSION = 1  # what this code writes
 FORMAT_OLDEST = 1  # what this code still reads
 
 MAGIC = b"OBRC"
-HEADER = struct.Struct("<4sHBBHHBxxx3QQ")
+HEADER = struct.Struct("<4sHBBHHB3s3QQ")
 HEADER_BYTES = 48
 NONE_U16 = 0xFFFF
 DIMENSIONS_MAX = 3
@@ -200,8 +200,8 @@ def pack_record(info: RecordInfo, array: NDArray[Any]) -> bytearray:
     layer = NONE_U16 if info.layer is None else info.layer
     head = NONE_U16 if info.head is None else info.head
     HEADER.pack_into(
-        value, 0, MAGIC, FORMAT_VERSION, info.kind, code, layer, head, len(info.shape), *shape,
-        info.payload_bytes,
+        value, 0, MAGIC, FORMAT_VERSION, info.kind, code, layer, head, len(info.shape),
+        bytes(3), *shape, info.payload_bytes,
     )  # fmt: skip
     if info.payload_bytes:
         payload = np.frombuffer(value, dtype, math.prod(info.shape), HEADER_BYTES)
@@ -216,7 +216,7 @@ def unpack_header(value: memoryview) -> RecordInfo:
     """
     if len(value) < RECORD_MIN:
         raise ValueError(f"a record of {len(value)} bytes, shorter than {RECORD_MIN}")
-    magic, version, kind, dtype, layer, head, ndim, *rest = HEADER.unpack_from(value)
+    magic, version, kind, dtype, layer, head, ndim, zero, *rest = HEADER.unpack_from(value)
     *shape, payload_bytes = rest
     if magic != MAGIC:
         raise ValueError("no record magic")
@@ -226,7 +226,7 @@ def unpack_header(value: memoryview) -> RecordInfo:
         raise ValueError(f"record kind {kind}")
     if dtype not in _DTYPE_OF_CODE:
         raise ValueError(f"record dtype {dtype}")
-    if ndim > DIMENSIONS_MAX or any(shape[ndim:]):
+    if ndim > DIMENSIONS_MAX or any(shape[ndim:]) or any(zero):
         raise ValueError(f"record of {ndim} dimensions, shape {shape}")
     info = RecordInfo(
         kind=Kind(kind),
