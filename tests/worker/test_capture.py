@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from openbook.worker import reference
 from openbook.worker.capture import (
     SAMPLE_MAX,
@@ -48,9 +49,7 @@ def test_exact_top_k_is_the_reference_up_to_ties(
     k = int(share * keys)
     stored = rng.integers(-3, 4, (keys, 5)).astype(np.float32)  # small integers: many ties
     queries = rng.integers(-3, 4, (17, 5)).astype(np.float32)
-    ids = exact_top_k(
-        torch.from_numpy(queries), torch.from_numpy(stored), k, tile_bytes=tile_bytes
-    )
+    ids = exact_top_k(torch.from_numpy(queries), torch.from_numpy(stored), k, tile_bytes=tile_bytes)
     want = reference.exact_top_k(queries, stored, k)
     assert ids.dtype == np.int32 and ids.shape == (17, k)
     scores = queries @ stored.T
@@ -66,9 +65,7 @@ def test_more_neighbours_than_keys_is_refused() -> None:
 
 def _turned(vectors: np.ndarray, rotation: Rotation, positions: np.ndarray) -> torch.Tensor:
     """Rotate (heads, n, d) to its positions, as a model does."""
-    rows = [
-        reference.rotate(head, positions, rotation.inv_freq.numpy()) for head in vectors
-    ]
+    rows = [reference.rotate(head, positions, rotation.inv_freq.numpy()) for head in vectors]
     return torch.from_numpy(np.stack(rows)).float()
 
 

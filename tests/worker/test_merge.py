@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from openbook.worker import reference
 from openbook.worker.merge import (
     Partial,

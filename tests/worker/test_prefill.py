@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, GptOssConfig
+
 from openbook.worker import attention
 from openbook.worker.errors import IngestCancelled, UnsupportedModel
 from openbook.worker.models import Model
 from openbook.worker.prefill import CapturedLayer, Prefill
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, GptOssConfig
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "olmo2"]
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from openbook.indexstore.dtypes import to_stored
 from openbook.worker.tail import Tail
 from openbook.worker.window import Window, middle_range, rows_to_device, window_positions

@@ -34,9 +34,7 @@ def sample_positions(token_count: int) -> NDArray[np.int64]:
     return np.unique((np.sqrt(quantiles) * token_count).astype(np.int64))
 
 
-def rotated_queries(
-    q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None
-) -> Tensor:
+def rotated_queries(q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None) -> Tensor:
     """Take the queries at `positions` and turn each to position n, the first after the document.
 
     q (query heads, n, d) after RoPE. Returns float32 (query heads, s, d) on q's device. Without a

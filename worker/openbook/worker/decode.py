@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from openbook.indexstore.head import EXACT, AttendRequest, AttendResult, Budget, PlanKind
-from openbook.indexstore.plan import force_plan
 from torch import Tensor
 
+from openbook.indexstore.head import EXACT, AttendRequest, AttendResult, Budget, PlanKind
+from openbook.indexstore.plan import force_plan
 from openbook.worker.merge import Partial, attend_keys, merge
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext

@@ -16,6 +16,8 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
 from openbook.indexstore.attend import attend
 from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.dtypes import fits, to_float32, to_stored
@@ -30,8 +32,6 @@ from openbook.indexstore.head import (
 )
 from openbook.indexstore.plan import force_plan, plan_head
 from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
-from torch import Tensor
-
 from openbook.worker.capture import (
     NEIGHBOURS,
     exact_top_k,

@@ -91,9 +91,7 @@ def attend_keys(
     return _attend_plain(q, k, v, scaling=scaling, is_causal=is_causal)
 
 
-def _attend_plain(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, is_causal: bool
-) -> Partial:
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, is_causal: bool) -> Partial:
     """Compute the same by plain matrix products, in float32, on any device."""
     query_heads, rows, head_dim = q.shape
     kv_heads, keys, value_dim = v.shape

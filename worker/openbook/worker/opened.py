@@ -15,7 +15,6 @@ from pathlib import Path
 from openbook.indexstore.errors import FingerprintMismatch
 from openbook.indexstore.head import HeadIndex, HeadPlan
 from openbook.indexstore.store import Manifest, StoredContext, open_context, read_manifest
-
 from openbook.worker.models import Model
 from openbook.worker.window import Window
 
@@ -38,7 +37,7 @@ class OpenedContext:
 
     def __init__(self, owner: OpenContexts, key: tuple[Path, str], loaded: _Loaded) -> None:
         """Made by OpenContexts alone, which has counted this claim."""
-        self.open_ms = 0.0  # what opening cost this claim; nearly nothing when it was open already
+        self._open_ms = 0.0
         self._owner = owner
         self._key = key
         self._loaded: _Loaded | None = loaded
@@ -77,6 +76,14 @@ class OpenedContext:
     def is_open(self) -> bool:
         """Whether this claim has not been closed."""
         return self._loaded is not None
+
+    def take_open_ms(self) -> float:
+        """Return what opening this claim cost, once: the first ask is charged, later ones are not.
+
+        Nearly nothing when the context was open already.
+        """
+        taken, self._open_ms = self._open_ms, 0.0
+        return taken
 
     def hold(self) -> OpenedContext:
         """Return another claim on the same context. Raises ValueError when this one is closed."""
@@ -126,7 +133,7 @@ class OpenContexts:
                     continue  # closed by its last holder before this claim was counted
                 loaded.holders += 1
             claim = OpenedContext(self, key, loaded)
-            claim.open_ms = (self._clock() - started) * 1e3
+            claim._open_ms = (self._clock() - started) * 1e3
             return claim
 
     def share(self, key: tuple[Path, str], loaded: _Loaded) -> OpenedContext:

@@ -39,9 +39,7 @@ def attend(
     return out, lse
 
 
-def merge(
-    outs: list[Float], lses: list[Float]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def merge(outs: list[Float], lses: list[Float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Join attention over disjoint key sets; the twin of merge.merge."""
     top = np.max([lse.astype(np.float64) for lse in lses], axis=0)
     safe = np.where(np.isneginf(top), 0.0, top)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from openbook.indexstore.attend import attend
-from openbook.indexstore.head import AttendRequest, AttendResult
 from torch import Tensor
 
+from openbook.indexstore.attend import attend
+from openbook.indexstore.head import AttendRequest, AttendResult
 from openbook.worker.merge import Partial
 
 

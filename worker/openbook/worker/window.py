@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from openbook.indexstore.head import RECENT_TOKENS, SINK_TOKENS, WINDOW_TOKENS, Stored
 from torch import Tensor
+
+from openbook.indexstore.head import RECENT_TOKENS, SINK_TOKENS, WINDOW_TOKENS, Stored
 
 
 class WindowRecords(Protocol):
