@@ -87,7 +87,7 @@ def test_cancel_after_the_end_changes_nothing(client: Client, context_id: str) -
 def test_answer_that_breaks_off_raises_and_keeps_raising(
     fake: FakeServer, client: Client, context_id: str
 ) -> None:
-    fake.service.refusals_mid_answer = [Refusal(grpc.StatusCode.DATA_LOSS, "SHARD_CORRUPT")]
+    fake.service.refusals_mid_answer = [Refusal(grpc.StatusCode.DATA_LOSS, "CONTEXT_CORRUPT")]
     answer = client.ask(context_id, "Who?")
     pieces = []
     with pytest.raises(errors.ContextCorrupt):

@@ -182,7 +182,7 @@ def test_error_mid_answer_is_exit_1(
     openbook: Callable[..., Result], fake: FakeServer, context_id: str
 ) -> None:
     fake.service.refusals_mid_answer = [
-        Refusal(grpc.StatusCode.DATA_LOSS, "SHARD_CORRUPT", "layer 3 is damaged")
+        Refusal(grpc.StatusCode.DATA_LOSS, "CONTEXT_CORRUPT", "layer 3 is damaged")
     ]
     done = openbook("ask", context_id, "Who?")
     assert done.exit_code == 1

@@ -88,6 +88,7 @@ def ingest(
 def ask(
     context_id: Annotated[str, typer.Argument(metavar="ID", help="The id that ingest printed.")],
     question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    *,
     server: Server = "localhost:50051",
     answer_prefix: Annotated[str, typer.Option(help="Opens the answer.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Bound of the answer. [256]")] = None,
@@ -138,6 +139,7 @@ def ask(
 
 @app.command()
 def demo(
+    *,
     document: Annotated[Path | None, typer.Option(help="[examples/esther.txt]")] = None,
     facts: Annotated[Path | None, typer.Option(help="[examples/facts.json]")] = None,
     model: Annotated[str | None, typer.Option(help="[the demo model]")] = None,

@@ -13,7 +13,7 @@
     │   ├── FormatUnsupported stored by another version of openbook
     │   ├── ModelMismatch     stored under another model than the one that is served
     │   └── ModelUnsupported
-    ├── ContextCorrupt        the stored bytes are damaged; ingest the document again
+    ├── ContextCorrupt        the stored bytes are damaged or gone; ingest again
     ├── IngestFailed          the server gave the document up
     ├── Exhausted             a limit of the server: slow down, or free some room
     │   └── StoreFull
@@ -109,7 +109,7 @@ class ModelUnsupported(NotReady):
 
 
 class ContextCorrupt(OpenbookError):
-    """The stored bytes are damaged; delete the context and ingest the document again."""
+    """The stored bytes are damaged or gone; delete the context and ingest the document again."""
 
 
 class IngestFailed(OpenbookError):
@@ -148,12 +148,12 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     # the request
     "NAME_INVALID": InvalidRequest,
     "ARGUMENT_INVALID": InvalidRequest,
-    "BAD_ASK": InvalidRequest,
     "PAGE_TOKEN_INVALID": InvalidRequest,
     "CHUNK_OVERSIZED": InvalidRequest,
+    "LAYOUT_UNAVAILABLE": InvalidRequest,
     "NOT_SUPPORTED_YET": NotSupportedYet,
     "DOCUMENT_EMPTY": DocumentEmpty,
-    "NOT_TEXT": DocumentNotText,
+    "DOCUMENT_NOT_TEXT": DocumentNotText,
     "DIGEST_MISMATCH": DocumentNotText,
     "DOCUMENT_OVERSIZED": DocumentTooLong,
     "DOCUMENT_TOO_LONG": DocumentTooLong,
@@ -163,12 +163,15 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     "MODEL_UNKNOWN": NotFound,
     "CONTEXT_NOT_READY": NotReady,
     "CONTEXT_IN_USE": ContextInUse,
+    "MODEL_MISSING": ModelUnsupported,
+    "MODEL_UNSUPPORTED": ModelUnsupported,
     # what is stored
     "FORMAT_UNSUPPORTED": FormatUnsupported,
     "FINGERPRINT_MISMATCH": ModelMismatch,
-    "UNSUPPORTED_MODEL": ModelUnsupported,
-    "SHARD_CORRUPT": ContextCorrupt,
-    "SHARD_TRUNCATED": ContextCorrupt,
+    "CONTEXT_CORRUPT": ContextCorrupt,
+    "CONTEXT_TRUNCATED": ContextCorrupt,
+    "CONTEXT_INCOMPLETE": ContextCorrupt,
+    "CONTEXT_MISSING": ContextCorrupt,
     # reading a document
     "CONTEXT_FAILED": IngestFailed,
     "UPLOAD_CORRUPT": IngestFailed,
@@ -181,10 +184,13 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     "OPENED_FULL": Exhausted,
     "READER_STALLED": Exhausted,
     "STORE_FULL": StoreFull,
+    "STORE_READ_FAILED": Unavailable,
+    "STORE_WRITE_FAILED": Unavailable,
     "ENGINE_STOPPED": Unavailable,
     "DRAINING": Unavailable,
     "BROKER_AWAY": Unavailable,
     "DEADLINE_PASSED": DeadlineExceeded,
+    "NON_FINITE_LOGITS": ServerFault,
     "INTERNAL": ServerFault,
 }
 
