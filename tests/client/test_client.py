@@ -1,5 +1,6 @@
 """The client against a fake service on loopback: what is sent, and what comes back."""
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,7 @@ def test_loopback_is_recognised(address: str, is_here: bool) -> None:
     assert is_loopback(address) is is_here
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_tls_checks_the_servers_certificate(
     serve: Callable[..., FakeServer], tmp_path: Path
 ) -> None:

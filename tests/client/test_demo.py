@@ -259,3 +259,10 @@ def test_second_prefill_is_run_and_its_figure_read(
     program.write_text("#!/bin/sh\necho 'no memory' >&2\nexit 1\n")
     with pytest.raises(DemoFailed, match="no memory"):
         demo._prefill_again(script)
+    program.write_text("#!/bin/sh\necho '[]'\n")
+    with pytest.raises(DemoFailed, match="no time to its first token"):
+        demo._prefill_again(script)
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(demo, "PREFILL_S_MAX", 0.2)
+    with pytest.raises(DemoFailed, match="took over"):
+        demo._prefill_again(script)

@@ -194,10 +194,16 @@ def _prefill_again(script: Script) -> float:
     """Return the seconds to the first token when document and question are read anew."""
     command = [sys.executable, "-m", "openbook.worker.baseline", "--model", script.model]
     command += ["--document", str(script.document), "--question", script.facts[0].question]
-    done = subprocess.run(command, capture_output=True, timeout=PREFILL_S_MAX, check=False)
-    if done.returncode != 0:
-        raise DemoFailed(f"reading the document again failed: {last_line(done.stderr)}")
-    return float(json.loads(last_line(done.stdout))["ttft_s"])
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PREFILL_S_MAX, check=True)
+        return float(json.loads(last_line(done.stdout))["ttft_s"])
+    except subprocess.CalledProcessError as error:
+        said = last_line(error.stderr)
+        raise DemoFailed(f"reading the document again failed: {said}") from error
+    except subprocess.TimeoutExpired as error:
+        raise DemoFailed(f"reading the document again took over {PREFILL_S_MAX:.0f} s") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DemoFailed("reading the document again gave no time to its first token") from error
 
 
 @contextmanager
