@@ -1,41 +1,57 @@
 """Another process at the same store, for the tests of kills, sharing and spawning.
 
-    store_process.py write ROOT FIRST COUNT [TOKENS]  publish contexts FIRST, FIRST + 1, …
-    store_process.py digest PATH                      open a context and print a sum of it
+    store_process.py write ROOT NAME COUNT TOKENS  publish contexts NAME-0, NAME-1, …
+    store_process.py killed ROOT ROUNDS            fork a writer, wait for its end, and again
+    store_process.py digest PATH                   open a context and print digests of its keys
 
-`write` prints "ready" before it writes, and the number of each context once it is published.
+A writer prints each context's name once it is published. `killed` prints "child PID" when it has
+forked a writer (itself it opens nothing, so that it may fork) and "dead" when that is gone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from pathlib import Path
 
 from conftest import MODEL, Maker
 
-from openbook.indexstore.layer import layer_arrays
 from openbook.indexstore.store import open_context, publish
 
 
-def write(root: Path, first: int, count: int, tokens: int) -> None:
+def write(root: Path, name: str, count: int, tokens: int) -> None:
     maker = Maker(root)
-    print("ready", flush=True)
-    for number in range(first, first + count):
-        fields = maker.fields(tokens, context_id=f"context-{number}")
+    for number in range(count):
+        fields = maker.fields(tokens, context_id=f"{name}-{number}")
         publish(maker.draft(fields, number), maker.final(fields.context_id))
-        print(number, flush=True)
+        print(fields.context_id, flush=True)
+
+
+def killed(root: Path, rounds: int) -> None:
+    for round_ in range(rounds):
+        pid = os.fork()
+        if pid == 0:
+            print("child", os.getpid(), flush=True)
+            write(root, f"context-{round_}", 100, 700)
+        os.waitpid(pid, 0)
+        print("dead", flush=True)
 
 
 def digest(path: Path) -> None:
     with open_context(path, model_fingerprint=MODEL) as context:
-        layers = [context.layer(layer) for layer in range(context.manifest.layers)]
-        print(sum(sum(a.tobytes()) for layer in layers for _, _, a in layer_arrays(layer)))
+        for layer in range(context.manifest.layers):
+            keys = context.layer(layer).heads[0].keys
+            print(hashlib.sha256(keys.tobytes()).hexdigest())
 
 
 if __name__ == "__main__":
-    verb, where, *numbers = sys.argv[1:]
-    if verb == "write":
-        first, count, *tokens = map(int, numbers)
-        write(Path(where), first, count, *(tokens or [700]))
-    else:
-        digest(Path(where))
+    match sys.argv[1:]:
+        case ["write", root, name, count, tokens]:
+            write(Path(root), name, int(count), int(tokens))
+        case ["killed", root, rounds]:
+            killed(Path(root), int(rounds))
+        case ["digest", path]:
+            digest(Path(path))
+        case _:
+            sys.exit(__doc__)

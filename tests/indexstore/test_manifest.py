@@ -235,7 +235,7 @@ def test_case_b26_digests_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None
     for number, seed in enumerate(["0", "1", "random"]):
         root = tmp_path / str(number)
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, str(PROCESS), "write", str(root), "0", "1"]
+        command = [sys.executable, str(PROCESS), "write", str(root), "context", "1", "700"]
         subprocess.run(command, env=environment, check=True, timeout=60)
         (path,) = (root / "local").iterdir()
         manifests.add((path / "manifest.json").read_bytes())
