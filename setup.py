@@ -3,17 +3,28 @@
 import numpy
 from setuptools import Extension, setup
 
-COMPILE_ARGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+KERNELS = "indexstore/openbook/indexstore"
+COMPILE_ARGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+DIRECTIVES = {
+    "autotestdict": False,  # no __test__, which the stubs would have to declare
+    "boundscheck": False,
+    "cdivision": True,
+    "initializedcheck": False,
+    "wraparound": False,
+}
 
-setup(
-    ext_modules=[
-        Extension(
-            f"openbook.indexstore.{name}",
-            [f"indexstore/openbook/indexstore/{name}.pyx"],
-            depends=["indexstore/openbook/indexstore/kernels.h"],
-            include_dirs=["indexstore/openbook/indexstore", numpy.get_include()],
-            extra_compile_args=COMPILE_ARGS,
-        )
-        for name in ("_attend", "_build")
-    ],
-)
+
+def kernel(name: str) -> Extension:
+    """Describe one Cython module; its header is part of what it is rebuilt for."""
+    extension = Extension(
+        f"openbook.indexstore.{name}",
+        [f"{KERNELS}/{name}.pyx"],
+        depends=[f"{KERNELS}/kernels.h"],
+        include_dirs=[KERNELS, numpy.get_include()],
+        extra_compile_args=COMPILE_ARGS,
+    )
+    extension.cython_directives = DIRECTIVES  # read by Cython's build_ext
+    return extension
+
+
+setup(ext_modules=[kernel("_attend"), kernel("_build")])

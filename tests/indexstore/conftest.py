@@ -77,6 +77,7 @@ class Maker:
             counts=np.bincount(cluster_of, minlength=clusters).astype(np.uint32),
             value_sums=rng.standard_normal((clusters, dv), np.float32),
             cluster_of=cluster_of,
+            spreads=rng.random(clusters, np.float32),
         )
 
     def layer(self, seed: int, fields: ManifestFields) -> LayerRecords:

@@ -47,6 +47,43 @@ class HeadIndex:
     counts: NDArray[np.uint32]  # (c,)
     value_sums: NDArray[np.float32]  # (c, dv)
     cluster_of: NDArray[np.uint32]  # (m,)
+    spreads: NDArray[np.float32]  # (c,)  r.m.s. over queries and keys of q·(key - centroid)
+
+    def __post_init__(self) -> None:
+        """Check what the kernels trust: dtype, shape and contiguity of every array.
+
+        Raises ValueError or TypeError naming the array. Ids inside the arrays are range-checked
+        where they enter: by the builder, and by shard.py when a file is opened.
+        """
+        m, d = self.keys.shape
+        c = self.counts.shape[0]
+        if self.keys.dtype.char not in "eHf" or self.values.dtype != self.keys.dtype:
+            raise TypeError(f"keys and values share a stored dtype, got {self.keys.dtype}")
+        expected: dict[str, tuple[type, tuple[int | None, ...]]] = {
+            "keys_int8": (np.int8, (m, d)),
+            "centre": (np.float32, (d,)),
+            "scale": (np.float32, (d,)),
+            "graph": (np.uint32, (m, None)),
+            "entries": (np.uint32, (c + 1,)),
+            "centroids": (np.float32, (c, d)),
+            "counts": (np.uint32, (c,)),
+            "value_sums": (np.float32, (c, self.values.shape[1])),
+            "cluster_of": (np.uint32, (m,)),
+            "spreads": (np.float32, (c,)),
+        }
+        for name in ("keys", "values", *expected):
+            if not getattr(self, name).flags.c_contiguous:
+                raise ValueError(f"{name} must be C-contiguous")
+        if self.values.shape[0] != m:
+            raise ValueError(f"{m} keys but {self.values.shape[0]} values")
+        for name, (dtype, shape) in expected.items():
+            array = getattr(self, name)
+            fits = len(shape) == array.ndim and all(
+                want in (None, have) for want, have in zip(shape, array.shape, strict=True)
+            )
+            if array.dtype != dtype or not fits:
+                found = f"{array.dtype} {array.shape}"
+                raise ValueError(f"{name} must be {dtype.__name__} {shape}, got {found}")
 
     @property
     def middle_tokens(self) -> int:

@@ -70,6 +70,7 @@ class Kind(enum.IntEnum):
     COUNTS = 9
     VALUE_SUMS = 10
     CLUSTER_OF = 11
+    SPREADS = 12
     WINDOW_KEYS = 32
     WINDOW_VALUES = 33
     TRAIN_QUERIES = 34
@@ -120,6 +121,7 @@ SHAPES: Mapping[Kind, tuple[str, ...]] = {
     Kind.COUNTS: ("c",),
     Kind.VALUE_SUMS: ("c", "v"),
     Kind.CLUSTER_OF: ("m",),
+    Kind.SPREADS: ("c",),
     Kind.WINDOW_KEYS: ("kv", "w", "d"),
     Kind.WINDOW_VALUES: ("kv", "w", "v"),
     Kind.TRAIN_QUERIES: ("kv", "s", "d"),

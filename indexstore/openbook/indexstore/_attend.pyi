@@ -1,0 +1,30 @@
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openbook.indexstore.head import HeadIndex
+
+def attend_keys(
+    index: HeadIndex,
+    queries: NDArray[np.float32],
+    scaling: float,
+    wanted: int,
+    walk: bool,
+    queue: int,
+    estimate: bool,
+    seeds_per_head: int,
+    slack: float,
+) -> tuple[
+    NDArray[np.float32],
+    NDArray[np.float32],
+    NDArray[np.float32],
+    NDArray[np.uint32],
+    NDArray[np.uint32],
+    NDArray[np.float32],
+    int,
+    int,
+]: ...
+def attend_exact(
+    index: HeadIndex, queries: NDArray[np.float32], scaling: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

@@ -1,0 +1,131 @@
+"""Build one KV head's index: int8 keys, clusters of the estimate, the query-aware graph.
+
+Owns the order of the steps and the checks. Arrays in, arrays out: the exact neighbours of the
+training queries come from the caller (worker/capture.py), who has the model's device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openbook.indexstore.clusters import Clusters, cluster_keys, group_sums, query_metric
+from openbook.indexstore.dtypes import to_float32
+from openbook.indexstore.graph import build_graph
+from openbook.indexstore.head import HeadIndex, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class IndexParams:
+    """What decides an index besides its data; part of the index fingerprint."""
+
+    kind: str = "query-graph"
+    degree: int = 32  # out-neighbours per key
+    keys_per_cluster: int = 16
+    clusters_max: int = 4096  # per head; beyond it clusters grow, so that their scan stays small
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 4 <= self.degree <= 256:
+            raise ValueError(f"degree must be 4 to 256, got {self.degree}")
+        for name in ("keys_per_cluster", "clusters_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the parameters, 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def build_head(
+    keys: Stored,
+    values: Stored,
+    queries: NDArray[np.float32],
+    neighbours: NDArray[np.int32],
+    *,
+    params: IndexParams,
+    query_moment: NDArray[np.float32] | None = None,
+) -> HeadIndex:
+    """Build the index of one KV head's middle.
+
+    `keys` (m, d) and `values` (m, dv) as stored, m ≥ 1. `queries` (s, d): training queries of all
+    query heads of the group, rotated to the decode position; `neighbours` (s, k): the ids of each
+    one's best keys by inner product, best first. `query_moment` (d, d) defaults to that of
+    `queries`. Deterministic for params.seed. Raises ValueError naming the position of a NaN or
+    infinite key, or the id that is out of range.
+    """
+    keys_wide, values_wide = to_float32(keys), to_float32(values)
+    _check(keys_wide, values_wide, queries, neighbours)
+    m, d = keys_wide.shape
+    if query_moment is None:
+        query_moment = queries.T @ queries / max(1, len(queries))
+    metric, unit = query_metric(query_moment)
+    count = min(-(-m // params.keys_per_cluster), params.clusters_max)
+    clusters = cluster_keys(keys_wide, metric, count, seed=params.seed)
+    cluster_ids = clusters.cluster_of.astype(np.intp)
+    keys_int8, centre, scale = quantise_keys(keys_wide)
+    popularity = np.bincount(neighbours.reshape(-1), minlength=m)  # (m,)
+    entries = _entries(clusters, popularity)
+    graph = build_graph(clusters, neighbours, entry=int(entries[0]), degree=params.degree)
+    return HeadIndex(
+        keys=np.ascontiguousarray(keys),
+        values=np.ascontiguousarray(values),
+        keys_int8=keys_int8,
+        centre=centre,
+        scale=scale,
+        graph=graph,
+        entries=entries,
+        centroids=group_sums(keys_wide, cluster_ids) / clusters.counts[:, None].astype(np.float32),
+        counts=clusters.counts,
+        value_sums=group_sums(values_wide, cluster_ids),
+        cluster_of=clusters.cluster_of,
+        spreads=clusters.spreads(unit),
+    )
+
+
+def quantise_keys(
+    keys: NDArray[np.float32],
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    """Round keys (m, d) to int8: `centre + scale * int8`, a scale per channel.
+
+    The centre adds the same to every score of a query, so a search may leave it out.
+    """
+    low, high = keys.min(axis=0), keys.max(axis=0)
+    centre = ((low.astype(np.float64) + high) / 2).astype(np.float32)
+    largest = np.abs(keys - centre).max(axis=0)
+    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+    rounded = np.clip(np.rint((keys - centre) / scale), -127, 127).astype(np.int8)
+    return np.ascontiguousarray(rounded), centre, scale
+
+
+def _check(
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    queries: NDArray[np.float32],
+    neighbours: NDArray[np.int32],
+) -> None:
+    if keys.ndim != 2 or keys.shape[0] == 0 or values.shape[:1] != keys.shape[:1]:
+        raise ValueError(f"keys (m, d) and values (m, dv), m ≥ 1: {keys.shape}, {values.shape}")
+    for name, rows in (("key", keys), ("value", values)):
+        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(bad):
+            raise ValueError(f"{name} at middle position {bad[0]} is not finite")
+    if queries.ndim != 2 or queries.shape[1] != keys.shape[1]:
+        raise ValueError(f"queries must be (s, {keys.shape[1]}), got {queries.shape}")
+    if neighbours.ndim != 2 or neighbours.shape[0] != queries.shape[0]:
+        raise ValueError(f"{queries.shape[0]} queries but neighbours {neighbours.shape}")
+    if neighbours.size and not (0 <= neighbours.min() and neighbours.max() < keys.shape[0]):
+        raise ValueError(f"neighbour ids must be in [0, {keys.shape[0]})")
+
+
+def _entries(clusters: Clusters, popularity: NDArray[np.intp]) -> NDArray[np.uint32]:
+    """Return the hub, then each cluster's key that training queries want most, (c + 1,)."""
+    # Sort by cluster, then by falling popularity, then by id: the first of each run is its entry.
+    order = np.lexsort((np.arange(len(popularity)), -popularity, clusters.cluster_of))
+    first = np.searchsorted(clusters.cluster_of[order], np.arange(len(clusters.counts)))
+    hub = int(popularity.argmax())
+    return np.concatenate(([hub], order[first])).astype(np.uint32)

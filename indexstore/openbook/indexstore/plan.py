@@ -1,0 +1,26 @@
+"""What each head does under a `keys` budget: a pure function of shapes, fixed at ingest.
+
+Owns the threshold between scanning and walking the graph. The plan is stored in the manifest, so
+that every worker answers alike; a forced plan is for measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openbook.indexstore.head import HeadPlan, PlanKind
+
+# Below this many middle keys one pass over the int8 keys costs no more than a walk (docs/LOG.md).
+GRAPH_KEYS_MIN = 24_576
+QUEUE_NODES = 112  # expanded per query head; recall 0.95 of the top 100 on real queries
+
+
+def plan_head(middle_tokens: int) -> HeadPlan:
+    """Choose how one KV head of `middle_tokens` keys answers."""
+    kind: PlanKind = "graph" if middle_tokens >= GRAPH_KEYS_MIN else "scan"
+    return HeadPlan(kind=kind, queue=QUEUE_NODES)
+
+
+def force_plan(plan: Sequence[HeadPlan], kind: PlanKind) -> tuple[HeadPlan, ...]:
+    """Return `plan` with every head scanning, or every head walking its graph."""
+    return tuple(HeadPlan(kind=kind, queue=head.queue) for head in plan)
