@@ -190,6 +190,7 @@ def _unpack(file: Path, draft: Path, *, dtype: torch.dtype, check: CheckConfig) 
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
         module = AutoModelForCausalLM.from_pretrained(
             file.parent,
+            config=config,
             dtype=dtype,
             # With the `kernels` package present transformers would otherwise keep the weights
             # packed and take its attention from the network.
