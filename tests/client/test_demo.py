@@ -251,7 +251,9 @@ def test_second_prefill_is_run_and_its_figure_read(
     monkeypatch: pytest.MonkeyPatch, script_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho loading\necho \'{"ttft_s": 41.5, "tokens": 7000}\'\n')
+    program.write_text(
+        '#!/bin/sh\necho loading\necho \'{"first_token_ms": 41500.0, "prompt_tokens": 7000}\'\n'
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     script = demo.read_script(*script_files, model="fake")
