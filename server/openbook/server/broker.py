@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import redis.asyncio
@@ -56,6 +56,8 @@ class Broker:
             retry=Retry(NoBackoff(), 0),
             max_connections=16,
         )
+        # The one untyped call of redis-py that every command goes through.
+        self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
 
     async def command(self, *words: str | int | float) -> Any:
         """Run one command and return its reply as redis-py parses it. Raises BrokerAway.
@@ -72,7 +74,7 @@ class Broker:
     async def _bounded(self, words: tuple[str | int | float, ...]) -> Any:
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
-                reply = await self._client.execute_command(*words)
+                reply = await self._execute(*words)
         except (RedisError, OSError, TimeoutError) as error:
             self._rest_until = self._clock() + REST_S
             if not self._is_away:

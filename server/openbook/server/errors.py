@@ -26,6 +26,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from openbook import worker
+from openbook.indexstore import errors as store
 
 DOMAIN = "openbook"
 FAULT_REASON = "INTERNAL"
@@ -231,14 +236,23 @@ class BrokerAway(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one class of errors goes over the wire; `fields` are attributes that go with it."""
+    """How one class of errors goes over the wire.
+
+    `fields` are attributes that go with it. `text` stands in for the error's own, which in the
+    store's case may name a path of this machine.
+    """
 
     code: Code
     reason: str
     fields: tuple[str, ...] = ()
+    text: str | None = None
 
 
-SERVER_TABLE: Mapping[type[Exception], Row] = {
+DAMAGED = "the stored context is damaged; ingest the document again"
+MISSING = "the context is no longer on disk; ingest the document again"
+DISK = "the server's disk does not do what it should"
+
+TABLE: Mapping[type[Exception], Row] = {
     NameInvalid: Row(Code.INVALID_ARGUMENT, "NAME_INVALID"),
     ArgumentInvalid: Row(Code.INVALID_ARGUMENT, "ARGUMENT_INVALID", ("field",)),
     FieldNotSupported: Row(Code.INVALID_ARGUMENT, "NOT_SUPPORTED_YET", ("field",)),
@@ -264,4 +278,81 @@ SERVER_TABLE: Mapping[type[Exception], Row] = {
     Draining: Row(Code.UNAVAILABLE, "DRAINING"),
     DeadlinePassed: Row(Code.DEADLINE_EXCEEDED, "DEADLINE_PASSED", ("limit_s",)),
     BrokerAway: Row(Code.UNAVAILABLE, "BROKER_AWAY"),
+    store.ContextMissing: Row(Code.DATA_LOSS, "CONTEXT_MISSING", text=MISSING),
+    store.ContextIncomplete: Row(Code.DATA_LOSS, "CONTEXT_INCOMPLETE", text=DAMAGED),
+    store.ContextInUse: Row(Code.FAILED_PRECONDITION, "CONTEXT_IN_USE", text=str(ContextInUse())),
+    store.AlreadyPublished: Row(Code.DATA_LOSS, "CONTEXT_CORRUPT", text=DAMAGED),
+    store.FormatUnsupported: Row(
+        Code.FAILED_PRECONDITION, "FORMAT_UNSUPPORTED", ("found", "oldest", "newest")
+    ),
+    store.FingerprintMismatch: Row(
+        Code.FAILED_PRECONDITION,
+        "FINGERPRINT_MISMATCH",
+        ("field", "expected", "found"),
+        "the context was stored under another model than the one served",
+    ),
+    store.ShardCorrupt: Row(Code.DATA_LOSS, "CONTEXT_CORRUPT", ("file",), DAMAGED),
+    store.ShardTruncated: Row(
+        Code.DATA_LOSS, "CONTEXT_TRUNCATED", ("file", "expected", "found"), DAMAGED
+    ),
+    store.StoreReadFailed: Row(Code.UNAVAILABLE, "STORE_READ_FAILED", ("file",), DISK),
+    store.StoreWriteFailed: Row(Code.UNAVAILABLE, "STORE_WRITE_FAILED", text=DISK),
+    store.StoreFull: Row(Code.RESOURCE_EXHAUSTED, "STORE_FULL", text=str(StorageFull())),
+    worker.ModelMissing: Row(Code.FAILED_PRECONDITION, "MODEL_MISSING"),
+    worker.UnsupportedModel: Row(Code.FAILED_PRECONDITION, "MODEL_UNSUPPORTED", ("reason",)),
+    worker.LayoutUnavailable: Row(Code.INVALID_ARGUMENT, "LAYOUT_UNAVAILABLE"),
+    worker.DocumentEmpty: Row(Code.INVALID_ARGUMENT, "DOCUMENT_EMPTY"),
+    worker.DocumentTooLong: Row(Code.INVALID_ARGUMENT, "DOCUMENT_TOO_LONG", ("tokens", "limit")),
+    worker.NotText: Row(Code.INVALID_ARGUMENT, "DOCUMENT_NOT_TEXT", ("offset",)),
+    worker.NonFiniteKeys: Row(Code.INTERNAL, "NON_FINITE_KEYS", ("layer", "head", "position")),
+    worker.NonFiniteLogits: Row(Code.INTERNAL, "NON_FINITE_LOGITS", ("step",)),
+    worker.IngestCancelled: Row(Code.ABORTED, "INGEST_CANCELLED"),
+    worker.QuestionTooLong: Row(Code.INVALID_ARGUMENT, "QUESTION_TOO_LONG", ("tokens", "limit")),
+    worker.BadAsk: Row(Code.INVALID_ARGUMENT, "ARGUMENT_INVALID", ("field",)),
 }
+
+CODES: Mapping[str, Code] = {row.reason: row.code for row in TABLE.values()} | {
+    FAULT_REASON: Code.INTERNAL
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WireError:
+    """An error as a caller sees it."""
+
+    code: Code
+    reason: str
+    text: str
+    details: Mapping[str, str]
+
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """Return the trailing metadata that carries google.rpc.Status with one ErrorInfo."""
+        info = error_details_pb2.ErrorInfo(
+            reason=self.reason, domain=DOMAIN, metadata=dict(self.details)
+        )
+        packed = any_pb2.Any()
+        packed.Pack(info)
+        number: int = self.code.value[0]
+        status = status_pb2.Status(code=number, message=self.text, details=[packed])
+        return (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def row_of(kind: type[BaseException]) -> Row | None:
+    """Return the row of a class: its own, else that of the nearest class above it."""
+    return next((TABLE[base] for base in kind.__mro__ if base in TABLE), None)
+
+
+def is_fault(error: BaseException) -> bool:
+    """Tell whether `error` is a fault of ours: not one the table knows."""
+    return row_of(type(error)) is None
+
+
+def describe(error: BaseException) -> WireError:
+    """Return what a caller may see of `error`; of a fault of ours, nothing of its text."""
+    row = row_of(type(error))
+    if row is None:
+        return WireError(Code.INTERNAL, FAULT_REASON, FAULT_TEXT, {})
+    if isinstance(error, ContextFailed):
+        return WireError(CODES.get(error.reason, row.code), error.reason, str(error), {})
+    details = {name: str(getattr(error, name)) for name in row.fields}
+    return WireError(row.code, row.reason, row.text or str(error), details)

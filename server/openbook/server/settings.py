@@ -88,7 +88,8 @@ def load_settings(given: Mapping[str, object]) -> Settings:
     of that line: a Redis URL may hold a password.
     """
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        named = {name: value for name, value in given.items() if value is not None}
+        return Settings.model_validate(named | {})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"

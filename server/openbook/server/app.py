@@ -1,0 +1,341 @@
+"""One server process: its parts put together, served, drained.
+
+Owns the order of start and stop. It knows nothing of what a part does between the two.
+
+Start: data directory, address, Valkey, model, catalog, then ready. A stop by SIGTERM or Ctrl-C
+says NOT_SERVING, takes nothing new, lets running answers end, and gives the rest back. A second
+signal does not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from openbook import worker
+from openbook.server.broker import Broker
+from openbook.server.catalog import Catalog
+from openbook.server.decode_worker import DecodeWorker
+from openbook.server.documents import Documents
+from openbook.server.health import Health
+from openbook.server.identity import (
+    TENANT,
+    DataDirectoryRefused,
+    load_secret,
+    open_data_directory,
+)
+from openbook.server.ingest_queue import IngestQueue
+from openbook.server.ingest_worker import IngestWorker, ReadDocument
+from openbook.server.ingests import ContextNaming, Ingests
+from openbook.server.leases import LeaseKeeper, Leases
+from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
+from openbook.server.opened import OpenedContexts
+from openbook.server.service import ContextService, Limits
+from openbook.server.settings import Settings
+from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
+from openbook.v1 import contexts_pb2_grpc as rpcs
+from openbook.worker import (
+    Engine,
+    IngestSettings,
+    Model,
+    ModelMissing,
+    UnsupportedModel,
+    load_model,
+)
+
+MESSAGE_BYTES_MAX = 4 << 20
+STOP_GRACE_S = 0.5
+LAST_ASK_S = 0.02
+OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port silently
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # Clients may ping every 10 s while a long reading sends nothing.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+MakeEngine = Callable[[Model], Engine]
+Announce = Callable[[str], None]
+
+
+class StartRefused(Exception):
+    """The server cannot start as told; the text is one line for a person."""
+
+
+def run(settings: Settings) -> int:
+    """Serve until told to stop and return the exit code. Raises StartRefused."""
+    os.umask(0o077)
+    _raise_descriptor_limit()
+    log = open_log(sys.stderr)
+    capture_libraries(log)
+    try:
+        lock = open_data_directory(settings.data)
+        secret = load_secret(settings.data)
+    except DataDirectoryRefused as error:
+        raise StartRefused(str(error)) from error
+    with lock:
+        return asyncio.run(_serve(settings, secret, log))
+
+
+def announce(address: str) -> None:
+    """Print the ready line, which programs that start a server wait for."""
+    print(f"openbook ready on {address}", flush=True)
+
+
+async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
+    signals = _Signals(asyncio.get_running_loop())
+    server = grpc.aio.server(options=OPTIONS)
+    address = bind(server, settings.listen)
+    async with AsyncExitStack() as stack:
+        valkey = None
+        if settings.redis_url is None:
+            valkey = await _start_valkey(settings.data, log)
+            stack.callback(valkey.stop)
+        log.info("model_loading", device=settings.device, dtype=settings.dtype)
+        model = await _load(settings, signals)
+        if model is None:
+            return _leave_at_once(valkey)
+        engine = Engine(model, threads=settings.threads, sequences_max=settings.sequences_max)
+        app = App(settings, secret, model, engine, valkey=valkey, read=worker.ingest, log=log)
+        await app.start(server)
+        announce(address)
+        log.info("ready", address=address, model=model.fingerprint[:16], pid=os.getpid())
+        await signals.first.wait()
+        return await app.stop(server, signals.second)
+
+
+class App:
+    """The parts of a server over one loaded model."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        secret: bytes,
+        model: Model,
+        engine: Engine,
+        *,
+        valkey: EmbeddedValkey | None,
+        read: ReadDocument,
+        log: Log,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        tenant_root = settings.data / "contexts" / TENANT
+        worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.broker = Broker(_redis_url(settings, valkey), log=log, embedded=valkey)
+        leases = Leases(self.broker, worker_id=worker_id, ttl_s=settings.lease_ttl_s)
+        self.keeper = LeaseKeeper(leases, renew_every_s=settings.lease_ttl_s / 3)
+        store = hmac.digest(secret, b"store", "sha256").hex()[:16]
+        queue = IngestQueue(self.broker, store=store, worker_id=worker_id)
+        documents = Documents(settings.data, bytes_max=settings.document_bytes_max)
+        self.catalog = Catalog()
+        self.opened = OpenedContexts(engine, self.keeper, bytes_max=settings.opened_bytes_max)
+        self.decode = DecodeWorker(
+            engine,
+            self.opened,
+            asks_max=settings.sequences_max + settings.asks_waiting_max,
+            question_tokens_max=settings.question_tokens_max,
+            log=log,
+        )
+        self.ingest_worker = IngestWorker(
+            model,
+            self.catalog,
+            documents,
+            queue,
+            tenant_root=tenant_root,
+            settings_for=self._ingest_settings,
+            read=read,
+            log=log,
+        )
+        self.ingests = Ingests(
+            ContextNaming(secret, model.fingerprint_for, kv_dtype=settings.kv_dtype),
+            self.catalog,
+            documents,
+            queue,
+            self.ingest_worker,
+            opened=self.opened,
+            tenant_root=tenant_root,
+            model_name=model.name,
+            waiting_max=settings.ingests_waiting_max,
+            log=log,
+        )
+        self.service = ContextService(
+            model,
+            self.catalog,
+            documents,
+            self.ingests,
+            self.decode,
+            tenant_root=tenant_root,
+            limits=_limits(settings),
+            log=log,
+        )
+        self.health = Health(self.decode.is_alive)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, server: grpc.aio.Server) -> None:
+        """Read the disk, start the threads and serve."""
+        self.decode.start()
+        await self.ingests.recover()
+        for keep in (self.keeper.keep, self.broker.keep, self.ingest_worker.run, self.health.keep):
+            self._tasks.append(asyncio.create_task(self._kept(keep)))
+        self._tasks.append(asyncio.create_task(self.broker.warn_about_eviction()))
+        rpcs.add_ContextServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            self.service, server
+        )
+        self.health.register(server)
+        await self.health.tell()
+        await server.start()
+
+    async def stop(self, server: grpc.aio.Server, hurry: asyncio.Event) -> int:
+        """Drain and stop; return the exit code. `hurry` ends the wait for running answers."""
+        self._log.info("draining", asks=self.decode.asks_running)
+        await self.health.drain()
+        self.service.is_draining = True
+        stopping = asyncio.create_task(self.ingest_worker.stop())
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._settings.drain_s
+        while self.service.running and loop.time() < end and not hurry.is_set():
+            await asyncio.sleep(LAST_ASK_S)
+        await server.stop(STOP_GRACE_S)
+        await stopping
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.decode.stop()
+        await self.keeper.close()
+        await self.broker.close()
+        self._log.info("stopped")
+        return 0
+
+    async def _kept(self, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a task that never ends by itself, again whenever it fails."""
+        while True:
+            try:
+                await keep()
+            except Exception as error:
+                self._log.error("task_failed", task=keep.__qualname__, **fault_fields(error))
+                await asyncio.sleep(1.0)
+
+    def _ingest_settings(self, layout: str) -> IngestSettings:
+        return IngestSettings(
+            layout=layout,
+            kv_dtype=self._settings.kv_dtype,
+            threads=self._settings.threads,
+            plan=self._settings.plan,
+        )
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first asks to drain, the second not to wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._heard)
+
+    def _heard(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def bind(server: grpc.aio.Server, listen: str) -> str:
+    """Bind a server and return HOST:PORT with the port that was taken. Raises StartRefused."""
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise StartRefused(f"the address {listen} cannot be bound; is it in use?")
+    return f"{listen.rpartition(':')[0]}:{port}"
+
+
+async def _start_valkey(data: Path, log: Log) -> EmbeddedValkey:
+    """Start the embedded Valkey; without it everything works but leases and the queue's stream."""
+    try:
+        valkey = EmbeddedValkey(data)
+        await asyncio.to_thread(valkey.start)
+    except ValkeyFailed as error:
+        raise StartRefused(str(error)) from error
+    log.info("valkey_started")
+    return valkey
+
+
+async def _load(settings: Settings, signals: _Signals) -> Model | None:
+    """Load the model in a thread that does not hold up a stop; None when told to stop meanwhile.
+
+    Raises StartRefused.
+    """
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Model] = loop.create_future()
+
+    def load() -> None:
+        try:
+            model = load_model(
+                settings.model,
+                device=settings.device,
+                dtype=settings.dtype,
+                rope_scale=settings.rope_scale,
+            )
+        except BaseException as error:
+            loop.call_soon_threadsafe(loaded.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(loaded.set_result, model)
+
+    threading.Thread(target=load, name="load", daemon=True).start()
+    told = asyncio.create_task(signals.first.wait())
+    either: set[asyncio.Future[Any]] = {loaded, told}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if not loaded.done():
+        return None
+    try:
+        return loaded.result()
+    except (UnsupportedModel, ModelMissing) as error:
+        raise StartRefused(str(error)) from error
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise StartRefused(f"the model cannot be loaded: {type(error).__name__}: {line}") from error
+
+
+def _leave_at_once(valkey: EmbeddedValkey | None) -> NoReturn:
+    """End the process while a thread is still loading a model, which nothing can interrupt."""
+    if valkey is not None:
+        valkey.stop()
+    os._exit(0)
+
+
+def _redis_url(settings: Settings, valkey: EmbeddedValkey | None) -> str:
+    if valkey is not None:
+        return valkey.url
+    if settings.redis_url is None:
+        raise ValueError("without an embedded Valkey a Redis URL is needed")
+    return settings.redis_url.get_secret_value()
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        answer_tokens_max=settings.answer_tokens_max,
+        ask_deadline_s=settings.ask_deadline_s,
+        call_deadline_s=settings.call_deadline_s,
+        ingest_deadline_s=settings.ingest_deadline_s,
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many descriptors as the machine does: an open context holds one per layer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

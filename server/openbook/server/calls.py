@@ -1,0 +1,89 @@
+"""What every call of the interface has in common: a deadline, its errors, one line in the log.
+
+Owns the decorator `served`. It knows nothing of what a method does. An exception that left a
+handler would reach the caller with its text, so none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from openbook.server.errors import DeadlinePassed, WireError, describe, is_fault
+from openbook.server.logs import Log, fault_fields
+
+NOT_WAITED_FOR = ("WatchContext",)  # only looks on; its caller looks again after a restart
+
+Rpc = grpc.aio.ServicerContext[Any, Any]
+Answer = TypeVar("Answer")
+
+
+class HasCalls(Protocol):
+    """What a servicer offers to its calls."""
+
+    log: Log
+    running: int  # calls under way that a stop waits for
+
+    def deadline_s(self, method: str) -> float:
+        """Return how long a method may take when its caller does not say."""
+
+
+Self = TypeVar("Self", bound=HasCalls)
+Handler = Callable[[Self, Any, Rpc], Awaitable[Answer]]
+
+
+def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
+    """Give a handler its deadline, turn its errors into statuses, and log how it ended."""
+
+    @functools.wraps(handler)
+    async def call(self: Self, request: Any, rpc: Rpc) -> Answer:
+        method = handler.__name__
+        started = time.monotonic()
+        status = "CANCELLED"
+        weight = 0 if method in NOT_WAITED_FOR else 1
+        self.running += weight
+        try:
+            answer = await _in_time(self, handler, request, rpc)
+            status = "OK"
+            return answer
+        except asyncio.CancelledError:
+            raise  # the caller is gone or its deadline passed: grpc must know that we stopped
+        except Exception as error:
+            wire = describe(error)
+            status = wire.reason
+            if is_fault(error):
+                self.log.error("call_failed", method=method, **fault_fields(error))
+        finally:
+            self.running -= weight
+            ms = round((time.monotonic() - started) * 1e3, 1)
+            self.log.info("call", method=method, status=status, ms=ms)
+        await abort(rpc, wire)
+        raise AssertionError("abort always raises")
+
+    return call
+
+
+async def abort(rpc: Rpc, wire: WireError) -> None:
+    """End a call with an error; always raises grpc's own exception."""
+    await rpc.abort(wire.code, wire.text, trailing_metadata=wire.metadata())
+
+
+async def _in_time(
+    servicer: Self, handler: Handler[Self, Answer], request: Any, rpc: Rpc
+) -> Answer:
+    """Run a handler under the server's deadline, unless the caller has set one of its own."""
+    if rpc.time_remaining() is not None:
+        return await handler(servicer, request, rpc)
+    limit_s = servicer.deadline_s(handler.__name__)
+    try:
+        async with asyncio.timeout(limit_s) as deadline:
+            return await handler(servicer, request, rpc)
+    except TimeoutError as error:
+        if deadline.expired():
+            raise DeadlinePassed(limit_s) from error
+        raise

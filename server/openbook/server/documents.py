@@ -1,0 +1,217 @@
+"""Uploaded documents, from the first byte that arrives until they have been read.
+
+Owns `<data>/uploads` and `<data>/labels`. It knows nothing of tokens or of when a document is read.
+
+    uploads/<id>.doc    the document's bytes, mode 0600, removed once the context is ACTIVE
+    uploads/<id>.json   what is known about it; without a .doc beside it: why reading it failed
+    uploads/<uuid>.part an upload under way, swept at start
+    labels/<id>         the context's display name, UTF-8
+
+A pending document is there once both files are synced, so an answered upload survives anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
+from openbook.server.identity import is_context_id, sync_directory
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RECORD_BYTES_MAX = 16 << 10
+
+
+class Upload(BaseModel):
+    """What is known about one uploaded document."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    context_id: str = Field(pattern="^[0-9a-f]{32}$")
+    layout: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(ge=0)
+    received_unix_s: float
+    attempts: int = Field(default=0, ge=0)
+    error_reason: str = ""
+    error_text: str = ""
+
+
+class Receiving:
+    """An upload under way. Every method may block on the disk: call it from a thread."""
+
+    def __init__(self, path: Path, bytes_max: int) -> None:
+        self.path = path
+        self.bytes = 0
+        self._bytes_max = bytes_max
+        self._digest = sha256()
+        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+    def write(self, chunk: bytes) -> None:
+        """Append bytes. Raises DocumentOversized or StorageFull."""
+        if self.bytes + len(chunk) > self._bytes_max:
+            raise DocumentOversized(self._bytes_max)
+        with _full_named():
+            self._file.write(chunk)
+        self._digest.update(chunk)
+        self.bytes += len(chunk)
+
+    def finish(self) -> bytes:
+        """Sync what was written and return its SHA-256. Raises StorageFull."""
+        with _full_named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return self._digest.digest()
+
+    def discard(self) -> None:
+        """Remove what was written, if it was not kept. May be called again."""
+        with suppress(OSError):  # a full disk fails the flush of a file that goes away anyway
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Documents:
+    """The uploads of one data directory. Every method may block: call it from a thread."""
+
+    def __init__(self, data: Path, *, bytes_max: int) -> None:
+        self._uploads = data / "uploads"
+        self._labels = data / "labels"
+        self._bytes_max = bytes_max
+        self._uploads.mkdir(mode=0o700, exist_ok=True)
+        self._labels.mkdir(mode=0o700, exist_ok=True)
+
+    def receive(self) -> Receiving:
+        """Open a new upload. Raises StorageFull."""
+        with _full_named():
+            return Receiving(self._uploads / f"{uuid.uuid4().hex}.part", self._bytes_max)
+
+    def keep(self, receiving: Receiving, upload: Upload, *, display_name: str) -> None:
+        """Make a finished upload pending, durably. Raises StorageFull."""
+        with _full_named():
+            self.name(upload.context_id, display_name)
+            self._write_record(upload)
+            os.rename(receiving.path, self._document(upload.context_id))
+            sync_directory(self._uploads)
+
+    def pending(self) -> list[Upload]:
+        """Return the documents that wait to be read, oldest first."""
+        uploads = [u for u in self._records() if self._document(u.context_id).is_file()]
+        return sorted(uploads, key=lambda upload: upload.received_unix_s)
+
+    def failed(self) -> list[Upload]:
+        """Return what is known of the documents that could not be read."""
+        return [upload for upload in self._records() if upload.error_reason]
+
+    def find(self, context_id: str) -> Upload | None:
+        """Return a pending document's record, or None."""
+        upload = self._read_record(self._record(context_id))
+        return upload if upload is not None and self._document(context_id).is_file() else None
+
+    def read(self, upload: Upload) -> bytes:
+        """Return a pending document's bytes. Raises UploadCorrupt when they are not the same."""
+        try:
+            document = self._document(upload.context_id).read_bytes()
+        except FileNotFoundError:
+            raise UploadCorrupt() from None
+        if sha256(document).hexdigest() != upload.sha256:
+            raise UploadCorrupt()
+        return document
+
+    def count_attempts(self, upload: Upload, attempts: int) -> Upload:
+        """Note, durably, how often the document was begun and neither read nor given back."""
+        counted = upload.model_copy(update={"attempts": attempts})
+        self._write_record(counted)
+        sync_directory(self._uploads)
+        return counted
+
+    def fail(self, upload: Upload, *, reason: str, text: str) -> None:
+        """Remove the document and keep why it could not be read."""
+        failed = upload.model_copy(update={"error_reason": reason, "error_text": text})
+        with suppress(OSError):  # without a record the failure is forgotten at the next start
+            self._write_record(failed)
+        self._document(upload.context_id).unlink(missing_ok=True)
+
+    def remove(self, context_id: str) -> None:
+        """Remove the document and its record; the display name stays."""
+        self._document(context_id).unlink(missing_ok=True)
+        self._record(context_id).unlink(missing_ok=True)
+
+    def sweep(self) -> int:
+        """Remove uploads that were under way, and files that make no sense; count them."""
+        known = {upload.context_id for upload in self.pending() + self.failed()}
+        removed = 0
+        for path in self._uploads.iterdir():
+            if path.suffix not in (".doc", ".json") or path.stem not in known:
+                path.unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+    def name(self, context_id: str, display_name: str) -> None:
+        """Set the display name of a context; an empty one removes it."""
+        path = self._labels / context_id
+        if display_name:
+            _write_whole(path, display_name.encode())
+        else:
+            path.unlink(missing_ok=True)
+
+    def display_name(self, context_id: str) -> str:
+        """Return the display name of a context, or an empty one."""
+        try:
+            return (self._labels / context_id).read_text("utf-8")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return ""
+
+    def _document(self, context_id: str) -> Path:
+        return self._uploads / f"{context_id}.doc"
+
+    def _record(self, context_id: str) -> Path:
+        return self._uploads / f"{context_id}.json"
+
+    def _records(self) -> Iterator[Upload]:
+        for path in sorted(self._uploads.glob("*.json")):
+            upload = self._read_record(path) if is_context_id(path.stem) else None
+            if upload is not None:
+                yield upload
+
+    def _read_record(self, path: Path) -> Upload | None:
+        try:
+            with path.open("rb") as file:
+                upload = Upload.model_validate_json(file.read(RECORD_BYTES_MAX))
+        except (FileNotFoundError, ValidationError):
+            return None
+        return upload if upload.context_id == path.stem else None
+
+    def _write_record(self, upload: Upload) -> None:
+        _write_whole(self._record(upload.context_id), upload.model_dump_json().encode())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Replace a small file, so that a reader finds the old or the new one whole."""
+    draft = path.with_name(f"{uuid.uuid4().hex}.part")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _full_named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFull() from error
+        raise

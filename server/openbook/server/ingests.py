@@ -1,0 +1,217 @@
+"""Taking a document in, and letting a context go.
+
+Owns the single flight: the same document, however often and from however many callers at once, is
+one context, one upload and one reading. It lives on the event loop's thread; the disk is touched
+in threads. It knows nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from openbook.indexstore.errors import ContextMissing
+from openbook.indexstore.store import TRASH_NAME, delete, sweep
+from openbook.server.catalog import Catalog, Entry, State, read_entries
+from openbook.server.documents import Documents, Receiving, Upload
+from openbook.server.errors import IngestQueueFull
+from openbook.server.identity import context_id_of
+from openbook.server.ingest_queue import IngestQueue
+from openbook.server.ingest_worker import IngestWorker
+from openbook.server.logs import Log
+from openbook.server.opened import OpenedContexts
+
+
+class ContextNaming:
+    """The ids and fingerprints of contexts of the served model."""
+
+    def __init__(
+        self, secret: bytes, fingerprint_for: Callable[[str, str], str], *, kv_dtype: str
+    ) -> None:
+        self._secret = secret
+        self._fingerprint_for = fingerprint_for
+        self._kv_dtype = kv_dtype
+
+    def id_of(self, layout: str, document_sha256: bytes) -> str:
+        """Return the id of a document in a prompt layout."""
+        return context_id_of(
+            self._secret,
+            model_fingerprint=self._fingerprint_for(layout, self._kv_dtype),
+            layout=layout,
+            document_sha256=document_sha256,
+        )
+
+    def is_ours(self, entry: Entry) -> bool:
+        """Tell whether a published context can be read by the served model.
+
+        Its stored numbers may be of another type than the setting: one that did not fit it.
+        """
+        kinds = ("float16", "bfloat16", "float32")
+        return entry.fingerprint in {self._fingerprint_for(entry.layout, kind) for kind in kinds}
+
+
+class Ingests:
+    """Accepts documents and deletes contexts."""
+
+    def __init__(
+        self,
+        naming: ContextNaming,
+        catalog: Catalog,
+        documents: Documents,
+        queue: IngestQueue,
+        worker: IngestWorker,
+        *,
+        opened: OpenedContexts,
+        tenant_root: Path,
+        model_name: str,
+        waiting_max: int,
+        log: Log,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._naming = naming
+        self._catalog = catalog
+        self._documents = documents
+        self._queue = queue
+        self._worker = worker
+        self._opened = opened
+        self._tenant_root = tenant_root
+        self._trash = tenant_root.parent / TRASH_NAME
+        self._model_name = model_name
+        self._waiting_max = waiting_max
+        self._log = log
+        self._clock = clock
+
+    def check_room(self) -> None:
+        """Raise IngestQueueFull when too many documents wait already."""
+        if self._queue.waiting_count >= self._waiting_max:
+            raise IngestQueueFull(self._waiting_max)
+
+    async def accept(
+        self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
+    ) -> Entry:
+        """Return the context of a finished upload: the one there is, else a new one to be read.
+
+        The upload is ours from here on. A context that FAILED, or that another model stored, is
+        read again.
+        """
+        try:
+            return await self._accept(
+                receiving,
+                layout=layout,
+                document_sha256=document_sha256,
+                display_name=display_name,
+            )
+        finally:
+            await asyncio.to_thread(receiving.discard)
+
+    async def _accept(
+        self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
+    ) -> Entry:
+        # No await between the look at the catalog and the new entry: two callers at once must not
+        # both be the first.
+        context_id = self._naming.id_of(layout, document_sha256)
+        entry = self._catalog.find(context_id)
+        if entry is not None and entry.state is State.CREATING:
+            return entry
+        if entry is not None and entry.state is State.ACTIVE and self._naming.is_ours(entry):
+            return entry
+        self.check_room()
+        self._opened.let_go(context_id)
+        created = Entry(
+            context_id,
+            self._model_name,
+            layout,
+            State.CREATING,
+            self._clock(),
+            display_name=display_name,
+        )
+        self._catalog.put(created)
+        upload = Upload(
+            context_id=context_id,
+            layout=layout,
+            sha256=document_sha256.hex(),
+            bytes=receiving.bytes,
+            received_unix_s=created.created_unix_s,
+        )
+        try:
+            await asyncio.to_thread(self._bury, context_id)
+            await asyncio.to_thread(
+                self._documents.keep, receiving, upload, display_name=display_name
+            )
+        except Exception as error:
+            self._catalog.put(created.failed(error))
+            raise
+        if self._catalog.find(context_id) is None:  # deleted meanwhile
+            await asyncio.to_thread(self._documents.remove, context_id)
+            return created
+        await self._queue.put(context_id)
+        return created
+
+    async def delete(self, context_id: str) -> None:
+        """Remove a context, its upload and its name. Raises ContextUnknown or ContextInUse."""
+        self._catalog.get(context_id)
+        self._opened.let_go(context_id)
+        self._worker.cancel(context_id)
+        self._queue.forget(context_id)
+        await asyncio.to_thread(self._bury, context_id)
+        await asyncio.to_thread(self._documents.remove, context_id)
+        await asyncio.to_thread(self._documents.name, context_id, "")
+        self._catalog.remove(context_id)
+        self._log.info("context_deleted", context=context_id)
+
+    def mark_damaged(self, context_id: str, error: Exception) -> None:
+        """Note that an ACTIVE context cannot be read any more, so that it may be read anew."""
+        entry = self._catalog.find(context_id)
+        if entry is not None and entry.state is State.ACTIVE:
+            self._catalog.put(entry.failed(error))
+
+    async def recover(self) -> None:
+        """Bring the catalog in line with the disk at start, and queue what waits there."""
+        swept, entries, pending = await asyncio.to_thread(self._look_at_disk)
+        for entry in entries:
+            self._catalog.put(entry)
+        for upload in pending:
+            await self._queue.put(upload.context_id)
+        active = sum(entry.state is State.ACTIVE for entry in entries)
+        self._log.info("recovered", contexts=active, pending=len(pending), swept=swept)
+
+    def _look_at_disk(self) -> tuple[int, list[Entry], list[Upload]]:
+        swept = len(sweep(self._tenant_root.parent)) + self._documents.sweep()
+        entries = {entry.context_id: entry for entry in read_entries(self._tenant_root)}
+        waiting = []
+        for upload in self._documents.pending() + self._documents.failed():
+            published = entries.get(upload.context_id)
+            if published is not None and published.state is State.ACTIVE:
+                self._documents.remove(upload.context_id)  # published, then we were stopped
+                continue
+            if self._naming.id_of(upload.layout, bytes.fromhex(upload.sha256)) != upload.context_id:
+                continue  # uploaded for another model: it waits for that one
+            entries[upload.context_id] = self._entry_of(upload)
+            if not upload.error_reason:
+                waiting.append(upload)
+        named = [
+            replace(entry, display_name=self._documents.display_name(entry.context_id))
+            for entry in entries.values()
+        ]
+        return swept, named, waiting
+
+    def _entry_of(self, upload: Upload) -> Entry:
+        return Entry(
+            upload.context_id,
+            self._model_name,
+            upload.layout,
+            State.FAILED if upload.error_reason else State.CREATING,
+            upload.received_unix_s,
+            error_reason=upload.error_reason,
+            error_text=upload.error_text,
+        )
+
+    def _bury(self, context_id: str) -> None:
+        """Remove what is published under an id, if anything is. Raises the store's errors."""
+        try:
+            delete(self._tenant_root / context_id, self._trash)
+        except ContextMissing:
+            return

@@ -1,0 +1,165 @@
+"""The contexts this process keeps open, up to a number of bytes.
+
+Owns which contexts stay open between asks, and the look at their files before each one. It lives
+on the event loop's thread; opening runs in threads, once per context however many ask. It knows
+nothing of what an open context is: the engine opens and closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from openbook.indexstore.store import open_context
+from openbook.server.errors import ContextInUse, OpenedFull
+from openbook.server.leases import LeaseKeeper
+from openbook.worker import Engine, OpenedContext
+
+# What a file is known by: name, inode, bytes, and when content and inode last changed. Whoever
+# changes a file changes its stamp, short of setting the machine's clock back.
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One context: the claim that keeps it open between asks, and who uses it now."""
+
+    context_id: str
+    path: Path
+    bytes: int
+    users: int = 0
+    kept: OpenedContext | None = None
+    stamp: Stamp = ()
+    opening: asyncio.Task[OpenedContext] | None = None
+
+
+class OpenedContexts:
+    """Open contexts for asks, and close the least recently used ones when room is needed."""
+
+    def __init__(self, engine: Engine, keeper: LeaseKeeper, *, bytes_max: int) -> None:
+        self._engine = engine
+        self._keeper = keeper
+        self._bytes_max = bytes_max
+        self._slots: dict[str, _Slot] = {}  # least recently used first
+
+    def is_in_use(self, context_id: str) -> bool:
+        """Tell whether an ask uses the context now."""
+        slot = self._slots.get(context_id)
+        return slot is not None and slot.users > 0
+
+    async def acquire(self, context_id: str, path: Path, *, size: int) -> OpenedContext:
+        """Return a claim on a context whose files are those that were verified.
+
+        The caller gives it back by `release`. Raises the store's errors, or OpenedFull.
+        """
+        slot = self._slots.pop(context_id, None) or _Slot(context_id, path, size)
+        self._slots[context_id] = slot
+        slot.users += 1
+        try:
+            while slot.opening is not None:  # the same files, opened for someone else just now
+                await asyncio.wait([slot.opening])
+            slot.opening = asyncio.create_task(self._open(slot))
+            slot.opening.add_done_callback(lambda _: setattr(slot, "opening", None))
+            return await _uncancelled(slot.opening)
+        except BaseException:
+            self._leave(slot)
+            raise
+
+    def release(self, context_id: str, claim: OpenedContext) -> None:
+        """Give a claim back; the context stays open until its room is needed."""
+        claim.close()
+        slot = self._slots.get(context_id)
+        if slot is not None:
+            self._leave(slot)
+
+    def let_go(self, context_id: str) -> None:
+        """Close a context that is about to be deleted. Raises ContextInUse."""
+        slot = self._slots.get(context_id)
+        if slot is None:
+            return
+        if slot.users > 0:
+            raise ContextInUse()
+        self._close(slot)
+
+    def close(self) -> None:
+        """Close everything that no ask uses."""
+        for slot in tuple(self._slots.values()):
+            if slot.users == 0:
+                self._close(slot)
+
+    async def _open(self, slot: _Slot) -> OpenedContext:
+        stamp = await asyncio.to_thread(_stamp, slot.path)
+        if slot.kept is not None and stamp != slot.stamp:
+            await self._look_again(slot)
+        if slot.kept is None:
+            self._make_room(slot)
+        claim = await asyncio.to_thread(self._engine.open, slot.path, slot.context_id)
+        if slot.kept is None and self._slots.get(slot.context_id) is slot:
+            slot.kept = claim.hold()
+            self._keeper.want(slot.context_id)
+        slot.stamp = stamp  # taken before the files were read: a later change is seen next time
+        return claim
+
+    async def _look_again(self, slot: _Slot) -> None:
+        """Files changed under an open context: verify them before anyone else reads them."""
+        kept = slot.kept
+        if kept is not None and slot.users > 1:
+            expected = kept.manifest.model_fingerprint
+            await asyncio.to_thread(_verify, slot.path, expected)
+        elif kept is not None:
+            slot.kept = None
+            self._keeper.drop(slot.context_id)
+            kept.close()
+
+    def _make_room(self, slot: _Slot) -> None:
+        others = [other for other in self._slots.values() if other is not slot]
+        taken = sum(other.bytes for other in others if other.kept is not None or other.users)
+        for other in others:
+            if taken + slot.bytes <= self._bytes_max:
+                return
+            if other.users == 0:
+                taken -= other.bytes
+                self._close(other)
+        if taken and taken + slot.bytes > self._bytes_max:
+            raise OpenedFull(self._bytes_max)
+
+    def _leave(self, slot: _Slot) -> None:
+        slot.users -= 1
+        if slot.users == 0 and slot.kept is None:
+            self._slots.pop(slot.context_id, None)
+
+    def _close(self, slot: _Slot) -> None:
+        self._slots.pop(slot.context_id, None)
+        self._keeper.drop(slot.context_id)
+        if slot.kept is not None:
+            slot.kept.close()
+            slot.kept = None
+
+
+async def _uncancelled(opening: asyncio.Task[OpenedContext]) -> OpenedContext:
+    """Wait for a claim; when the caller is cancelled meanwhile, see that it is closed."""
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(opening: asyncio.Task[OpenedContext]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def _stamp(path: Path) -> Stamp:
+    """Return the stamp of a context's files; of a missing context, an empty one."""
+    try:
+        files = sorted(path.iterdir())
+        stats = [(file.name, file.stat(follow_symlinks=False)) for file in files]
+    except OSError:
+        return ()
+    return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+
+
+def _verify(path: Path, model_fingerprint: str) -> None:
+    open_context(path, model_fingerprint=model_fingerprint).close()

@@ -1,0 +1,239 @@
+"""openbook.v1.ContextService: what each method does, in the server's own words.
+
+Owns the order of checks in each method. Everything it decides is decided elsewhere: messages and
+asks translate, catalog and ingests know the contexts, decode_worker answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from openbook.indexstore.errors import (
+    ContextIncomplete,
+    ContextMissing,
+    ShardCorrupt,
+)
+from openbook.server.asks import ask_spec
+from openbook.server.calls import Rpc, served
+from openbook.server.catalog import Catalog, Entry, State
+from openbook.server.decode_worker import DecodeWorker
+from openbook.server.documents import Documents, Receiving
+from openbook.server.errors import (
+    ArgumentInvalid,
+    ChunkOversized,
+    ContextFailed,
+    ContextNotReady,
+    DigestMismatch,
+    Draining,
+    MethodNotSupported,
+    ReaderStalled,
+)
+from openbook.server.identity import parse_name
+from openbook.server.ingests import Ingests
+from openbook.server.logs import Log
+from openbook.server.messages import (
+    check_metadata,
+    context_message,
+    final_message,
+    model_message,
+    page_size,
+    refuse_unknown_fields,
+)
+from openbook.v1 import contexts_pb2 as pb
+from openbook.v1 import contexts_pb2_grpc as rpcs
+from openbook.worker import Finished, Model
+
+CHUNK_BYTES_MAX = 1 << 20
+STALL_S = 30.0  # how long an answer waits for its reader
+DAMAGES = (ShardCorrupt, ContextMissing, ContextIncomplete)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long calls may take and how much they may ask for."""
+
+    answer_tokens_max: int
+    ask_deadline_s: float
+    call_deadline_s: float
+    ingest_deadline_s: float
+
+
+class ContextService(rpcs.ContextServiceServicer):
+    """The servicer; every method maps its errors by the one table in errors.py."""
+
+    def __init__(
+        self,
+        model: Model,
+        catalog: Catalog,
+        documents: Documents,
+        ingests: Ingests,
+        decode: DecodeWorker,
+        *,
+        tenant_root: Path,
+        limits: Limits,
+        log: Log,
+    ) -> None:
+        self.log = log
+        self.running = 0
+        self.is_draining = False
+        self._model = model
+        self._catalog = catalog
+        self._documents = documents
+        self._ingests = ingests
+        self._decode = decode
+        self._tenant_root = tenant_root
+        self._limits = limits
+
+    def deadline_s(self, method: str) -> float:
+        """Return how long a method may take when its caller does not say."""
+        if method == "Ask":
+            return self._limits.ask_deadline_s
+        if method in ("IngestContext", "WatchContext"):
+            return self._limits.ingest_deadline_s
+        return self._limits.call_deadline_s
+
+    @served
+    async def IngestContext(
+        self, requests: AsyncIterator[pb.IngestContextRequest], rpc: Rpc
+    ) -> pb.IngestContextResponse:
+        """Store an upload and have it read; the same document again is the same context."""
+        self._check_taking()
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("metadata"):
+            raise ArgumentInvalid("metadata", "must be the first message")
+        layout = check_metadata(first.metadata, self._model)
+        receiving = await asyncio.to_thread(self._documents.receive)
+        try:
+            await _receive(requests, receiving)
+            digest = await asyncio.to_thread(receiving.finish)
+            if first.metadata.sha256 and first.metadata.sha256 != digest:
+                raise DigestMismatch()
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(receiving.discard))
+            raise
+        accepting = self._ingests.accept(
+            receiving,
+            layout=layout,
+            document_sha256=digest,
+            display_name=first.metadata.display_name,
+        )
+        # A caller that goes away now must not tear an upload that is being stored.
+        entry = await asyncio.shield(asyncio.create_task(accepting))
+        return pb.IngestContextResponse(context=context_message(entry))
+
+    @served
+    async def WatchContext(self, request: pb.WatchContextRequest, rpc: Rpc) -> None:
+        """Send the context now and at each change, until it is ACTIVE or FAILED."""
+        refuse_unknown_fields(request)
+        async with aclosing(self._catalog.watch(parse_name(request.name))) as entries:
+            async for entry in entries:
+                await rpc.write(pb.WatchContextResponse(context=context_message(entry)))
+
+    @served
+    async def GetContext(self, request: pb.GetContextRequest, rpc: Rpc) -> pb.GetContextResponse:
+        """Return one context."""
+        refuse_unknown_fields(request)
+        entry = self._catalog.get(parse_name(request.name))
+        return pb.GetContextResponse(context=context_message(entry))
+
+    @served
+    async def ListContexts(
+        self, request: pb.ListContextsRequest, rpc: Rpc
+    ) -> pb.ListContextsResponse:
+        """Return one page of the contexts, newest first."""
+        refuse_unknown_fields(request)
+        entries, token = self._catalog.page(page_size(request), request.page_token)
+        return pb.ListContextsResponse(
+            contexts=[context_message(entry) for entry in entries], next_page_token=token
+        )
+
+    @served
+    async def DeleteContext(
+        self, request: pb.DeleteContextRequest, rpc: Rpc
+    ) -> pb.DeleteContextResponse:
+        """Remove a context; its reading stops if it is being read."""
+        refuse_unknown_fields(request)
+        context_id = parse_name(request.name)
+        await asyncio.shield(asyncio.create_task(self._ingests.delete(context_id)))
+        return pb.DeleteContextResponse()
+
+    @served
+    async def Ask(self, request: pb.AskRequest, rpc: Rpc) -> None:
+        """Stream an answer: deltas of text, then usage, finish reason and receipt."""
+        self._check_taking()
+        context_id = parse_name(request.context)
+        spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
+        entry = self._readable(context_id)
+        answer = self._decode.answer(
+            spec, context_id, self._tenant_root / context_id, size=entry.bytes
+        )
+        try:
+            async with aclosing(answer) as pieces:
+                async for piece in pieces:
+                    await _write(rpc, piece)
+        except DAMAGES as error:
+            self._ingests.mark_damaged(context_id, error)
+            raise
+
+    @served
+    async def ListModels(self, request: pb.ListModelsRequest, rpc: Rpc) -> pb.ListModelsResponse:
+        """Return the served model."""
+        refuse_unknown_fields(request)
+        return pb.ListModelsResponse(models=[model_message(self._model)])
+
+    @served
+    async def UpdateContext(
+        self, request: pb.UpdateContextRequest, rpc: Rpc
+    ) -> pb.UpdateContextResponse:
+        """Refuse: contexts have no time to live yet."""
+        raise MethodNotSupported("UpdateContext")
+
+    @served
+    async def VerifyContext(
+        self, request: pb.VerifyContextRequest, rpc: Rpc
+    ) -> pb.VerifyContextResponse:
+        """Refuse: not served yet."""
+        raise MethodNotSupported("VerifyContext")
+
+    @served
+    async def CountTokens(self, request: pb.CountTokensRequest, rpc: Rpc) -> pb.CountTokensResponse:
+        """Refuse: not served yet."""
+        raise MethodNotSupported("CountTokens")
+
+    def _check_taking(self) -> None:
+        if self.is_draining:
+            raise Draining()
+
+    def _readable(self, context_id: str) -> Entry:
+        entry = self._catalog.get(context_id)
+        if entry.state is State.CREATING:
+            raise ContextNotReady()
+        if entry.state is State.FAILED:
+            raise ContextFailed(entry.error_reason, entry.error_text)
+        return entry
+
+
+async def _receive(requests: AsyncIterator[pb.IngestContextRequest], receiving: Receiving) -> None:
+    """Write the chunks of an upload in the order they come."""
+    async for request in requests:
+        if not request.HasField("chunk"):
+            raise ArgumentInvalid("chunk", "must be in every message after the first")
+        if len(request.chunk) > CHUNK_BYTES_MAX:
+            raise ChunkOversized(len(request.chunk), CHUNK_BYTES_MAX)
+        await asyncio.to_thread(receiving.write, request.chunk)
+
+
+async def _write(rpc: Rpc, piece: str | Finished) -> None:
+    """Send one part of an answer. Raises ReaderStalled when the caller does not read."""
+    message = pb.AskResponse(delta=piece) if isinstance(piece, str) else final_message(piece)
+    try:
+        async with asyncio.timeout(STALL_S) as stall:
+            await rpc.write(message)
+    except TimeoutError as error:
+        if stall.expired():
+            raise ReaderStalled() from error
+        raise
