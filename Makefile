@@ -31,6 +31,7 @@ $(CREATED): scripts/find_python
 
 # Also compiles the extension in place, in pip's own build environment.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(CREATED)
+	@echo "Installing openbook and its libraries into $(VENV): some minutes, once."
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
