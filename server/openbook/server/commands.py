@@ -22,6 +22,7 @@ EXIT_REFUSED = 2
 
 
 def serve(
+    *,
     role: Annotated[
         str | None, typer.Option(help="all: one process does everything. [default: all]")
     ] = None,

@@ -1,0 +1,104 @@
+"""Answers stream side by side, end when their readers leave, and are bounded in number."""
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from openbook.v1 import contexts_pb2 as pb
+from openbook.v1 import contexts_pb2_grpc as rpcs
+
+from .running import DOCUMENT, active, ask, refusal, text_of, until
+
+
+def test_case_b40_a_cancelled_answer_leaves_its_neighbour_alone(server):
+    context = active(server)
+    server.engine.gate.clear()
+    doomed, other = ask(server, context.name, "doomed"), ask(server, context.name, max_tokens=5)
+    until(lambda: len(server.engine.asks) == 2)
+    doomed.cancel()
+    until(lambda: any(a.is_cancelled for a in server.engine.asks))
+    server.engine.gate.set()
+    assert text_of(other) == "who-0 who-1 who-2 who-3 who-4 "
+    cancelled = next(a for a in server.engine.asks if a.spec.question == "doomed")
+    assert cancelled.tokens == 0
+    until(lambda: server.app.decode.asks_running == 0)
+
+
+def test_a_closed_channel_ends_the_answer(server):
+    context = active(server)
+    with grpc.insecure_channel(server.address) as channel:
+        request = pb.AskRequest(context=context.name, question="who", max_tokens=2048)
+        answer = iter(rpcs.ContextServiceStub(channel).Ask(request))
+        next(answer)
+    until(lambda: server.app.decode.asks_running == 0)
+    until(lambda: server.engine.asks[0].is_cancelled)
+
+
+def test_case_b42_asks_at_once_over_a_cold_context_load_it_once(server):
+    context = active(server)
+    server.engine.open_gate.clear()
+    answers = [ask(server, context.name, f"q{i}", max_tokens=2) for i in range(8)]
+    until(lambda: server.app.decode.asks_running == 8)
+    server.engine.open_gate.set()
+    for i, answer in enumerate(answers):
+        assert text_of(answer) == f"q{i}-0 q{i}-1 "
+    assert server.engine.loads == 1
+
+
+def test_asks_over_the_limit_are_refused_at_once_and_the_others_answered(make_server):
+    server = make_server(sequences_max=1, asks_waiting_max=1)
+    context = active(server)
+    server.engine.gate.clear()
+    answers = [ask(server, context.name, max_tokens=1) for _ in range(2)]
+    until(lambda: server.app.decode.asks_running == 2)
+    status, reason, _ = refusal(lambda: ask(server, context.name))
+    assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "ASKS_FULL")
+    server.engine.gate.set()
+    assert [text_of(answer) for answer in answers] == ["who-0 ", "who-0 "]
+
+
+def test_case_b43_contexts_in_use_over_the_memory_are_refused_and_idle_ones_make_room(make_server):
+    server = make_server(opened_bytes_max=1)
+    first, second = active(server, b"one"), active(server, b"two")
+    for _ in range(5):  # round robin: each makes room for the other
+        for context in (first, second):
+            assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+    server.engine.gate.clear()
+    answer = ask(server, first.name, max_tokens=1)
+    until(lambda: server.app.opened.is_in_use(first.name.removeprefix("contexts/")))
+    status, reason, _ = refusal(lambda: ask(server, second.name))
+    assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OPENED_FULL")
+    server.engine.gate.set()
+    assert text_of(answer) == "who-0 "
+
+
+def test_a_question_over_the_token_limit_is_refused(make_server):
+    server = make_server(question_tokens_max=3)
+    context = active(server)
+    assert text_of(ask(server, context.name, "a b c", max_tokens=1)) == "a-0 "
+    status, reason, details = refusal(lambda: ask(server, context.name, "a b c d"))
+    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "QUESTION_TOO_LONG")
+    assert details == {"tokens": "4", "limit": "3"}
+
+
+def test_a_failing_engine_ends_every_answer_and_health_says_so(server):
+    context = active(server)
+    server.engine.gate.clear()
+    answer = ask(server, context.name)
+    until(lambda: server.engine.asks)
+    server.engine.crash = MemoryError("about " + DOCUMENT.decode())
+    assert refusal(lambda: answer)[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_STOPPED")
+    assert refusal(lambda: ask(server, context.name))[1] == "ENGINE_STOPPED"
+    health = health_pb2_grpc.HealthStub(server.channel)
+    request = health_pb2.HealthCheckRequest(service="openbook.v1.ContextService")
+    until(lambda: health.Check(request).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+@pytest.mark.parametrize("question", ["explode now", "fail now"])
+def test_an_unexpected_error_is_internal_with_a_fixed_text(server, question):
+    context = active(server)
+    with pytest.raises(grpc.RpcError) as raised:
+        list(ask(server, context.name, question))
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert "now" not in raised.value.details()
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "

@@ -1,0 +1,201 @@
+"""Documents come in once, and contexts go whole."""
+
+import hashlib
+import threading
+
+import grpc
+import pytest
+
+from openbook.v1 import contexts_pb2 as pb
+
+from .running import DOCUMENT, active, ask, ingest, refusal, settle, text_of, until, upload
+
+
+def test_a_document_becomes_a_context_that_answers(server):
+    context = active(server, display_name="Light", prompt_layout=pb.PROMPT_LAYOUT_COMPLETION)
+    assert context.display_name == "Light" and context.model == "fake/model"
+    assert context.token_count == len(DOCUMENT) and context.bytes > 0
+    assert context.prompt_layout == pb.PROMPT_LAYOUT_COMPLETION
+    assert context.progress.stage == pb.INGEST_STAGE_DONE and context.timing.prefill_s == 0.2
+    *deltas, last = ask(server, context.name, max_tokens=3)
+    assert text_of(deltas) == "who-0 who-1 who-2 "
+    assert last.final.finish_reason == pb.FINISH_REASON_LENGTH
+    assert last.final.usage.answer_tokens == 3
+    assert last.final.receipt.tokens_reused == len(DOCUMENT)
+    assert last.final.receipt.budget == "keys=100+estimate"
+
+
+def test_watch_tells_each_step_until_the_context_is_active(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    assert context.state == pb.CONTEXT_STATE_CREATING
+    watching = server.stub.WatchContext(pb.WatchContextRequest(name=context.name), timeout=20)
+    stages = []
+    for response in watching:
+        stages.append(response.context.progress.stage)
+        if response.context.progress.stage == pb.INGEST_STAGE_READING:
+            server.reading.gate.set()
+    assert pb.INGEST_STAGE_READING in stages and stages[-1] == pb.INGEST_STAGE_DONE
+
+
+def test_case_b28_a_context_under_way_cannot_be_asked(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    status, reason, _ = refusal(lambda: ask(server, context.name))
+    assert (status, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_NOT_READY")
+
+
+def test_the_same_document_again_is_the_same_context_without_a_reading(server):
+    first = active(server)
+    again = ingest(server)
+    assert again.name == first.name and again.state == pb.CONTEXT_STATE_ACTIVE
+    assert len(server.reading.calls) == 1
+    assert list((server.data / "uploads").iterdir()) == []
+
+
+def test_sixteen_callers_at_once_share_one_reading(server):
+    server.reading.gate.clear()
+    names = []
+    threads = [
+        threading.Thread(target=lambda: names.append(ingest(server).name)) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.reading.gate.set()
+    assert len(set(names)) == 1 and settle(server, names[0]).state == pb.CONTEXT_STATE_ACTIVE
+    assert len(server.reading.calls) == 1
+
+
+def test_layout_and_one_more_byte_make_other_contexts(server):
+    names = {
+        active(server, prompt_layout=pb.PROMPT_LAYOUT_CHAT).name,
+        active(server, prompt_layout=pb.PROMPT_LAYOUT_COMPLETION).name,
+        active(server, DOCUMENT + b" ", prompt_layout=pb.PROMPT_LAYOUT_CHAT).name,
+    }
+    assert len(names) == 3
+
+
+def test_a_document_goes_on_being_read_when_its_caller_leaves(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    watching = server.stub.WatchContext(pb.WatchContextRequest(name=context.name))
+    next(iter(watching))
+    watching.cancel()
+    server.reading.gate.set()
+    assert settle(server, context.name).state == pb.CONTEXT_STATE_ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"), [(b"", "DOCUMENT_EMPTY"), (b"x" * 601, "DOCUMENT_TOO_LONG")]
+)
+def test_a_document_that_cannot_be_read_fails_with_its_reason(server, document, reason):
+    context = settle(server, ingest(server, document).name)
+    assert context.state == pb.CONTEXT_STATE_FAILED and context.error.reason == reason
+    status, asked, _ = refusal(lambda: ask(server, context.name))
+    assert (status, asked) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert active(server).state == pb.CONTEXT_STATE_ACTIVE  # the next one is served
+
+
+def test_a_failed_context_can_be_ingested_again(server):
+    server.reading.error = RuntimeError("about " + DOCUMENT.decode())
+    context = settle(server, ingest(server).name)
+    assert context.error.reason == "INTERNAL" and "keeper" not in context.error.message
+    server.reading.error = None
+    assert active(server).name == context.name
+
+
+def test_an_upload_with_another_digest_is_refused_and_leaves_nothing(server):
+    other = hashlib.sha256(b"other").digest()
+    status, reason, _ = refusal(lambda: ingest(server, sha256=other))
+    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "DIGEST_MISMATCH")
+    assert list((server.data / "uploads").iterdir()) == []
+    assert active(server, sha256=hashlib.sha256(DOCUMENT).digest()).token_count == len(DOCUMENT)
+
+
+def test_an_upload_over_the_limit_is_refused_while_it_arrives(make_server):
+    server = make_server(document_bytes_max=1000)
+    status, reason, details = refusal(lambda: ingest(server, b"x" * 1001))
+    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "DOCUMENT_OVERSIZED")
+    assert details == {"limit": "1000"}
+    assert list((server.data / "uploads").iterdir()) == []
+    assert ingest(server, b"x" * 1000).state == pb.CONTEXT_STATE_CREATING
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "ARGUMENT_INVALID"),
+        ([pb.IngestContextRequest(chunk=b"x")], "ARGUMENT_INVALID"),
+        ([*upload(b""), *upload(b"")], "ARGUMENT_INVALID"),
+        ([*upload(b"x" * (1 << 20) + b"y", chunk=(1 << 20) + 1)], "CHUNK_OVERSIZED"),
+        ([*upload(b"", sha256=b"short")], "ARGUMENT_INVALID"),
+        ([*upload(b"", display_name="x" * 1025)], "ARGUMENT_INVALID"),
+        ([*upload(b"", display_name="a\x1b[31m")], "ARGUMENT_INVALID"),
+        ([*upload(b"", prompt_layout=7)], "ARGUMENT_INVALID"),
+        ([*upload(b"", model="other/model")], "MODEL_UNKNOWN"),
+        ([*upload(b"", ttl={"seconds": 60})], "NOT_SUPPORTED_YET"),
+    ],
+)
+def test_a_wrong_upload_is_refused(server, messages, reason):
+    assert refusal(lambda: server.stub.IngestContext(iter(messages), timeout=10))[1] == reason
+    assert list((server.data / "uploads").iterdir()) == []
+
+
+def test_too_many_waiting_documents_are_refused(make_server):
+    server = make_server(ingests_waiting_max=2)
+    server.reading.gate.clear()
+    for document in (b"one", b"two"):
+        ingest(server, document)
+    status, reason, _ = refusal(lambda: ingest(server, b"three"))
+    assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL")
+    assert ingest(server, b"two").state == pb.CONTEXT_STATE_CREATING  # that one waits already
+
+
+def test_a_deleted_context_is_gone_with_its_files_and_can_be_read_again(server):
+    context = active(server, display_name="Light")
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    request = pb.GetContextRequest(name=context.name)
+    assert refusal(lambda: server.stub.GetContext(request))[1] == "CONTEXT_UNKNOWN"
+    context_id = context.name.removeprefix("contexts/")
+    left = [path for path in server.data.rglob("*") if context_id in str(path)]
+    assert left == []
+    assert active(server).name == context.name
+    assert len(server.reading.calls) == 2
+
+
+def test_a_context_in_use_is_not_deleted_and_its_answer_goes_on(server):
+    context = active(server)
+    server.engine.gate.clear()
+    answer = ask(server, context.name, max_tokens=4)
+    until(lambda: server.engine.asks)
+    request = pb.DeleteContextRequest(name=context.name)
+    status, reason, _ = refusal(lambda: server.stub.DeleteContext(request))
+    assert (status, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_IN_USE")
+    server.engine.gate.set()
+    assert text_of(answer) == "who-0 who-1 who-2 who-3 "
+    server.stub.DeleteContext(request)
+
+
+def test_deleting_a_context_under_way_stops_its_reading(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    until(lambda: server.reading.calls)
+    watching = server.stub.WatchContext(pb.WatchContextRequest(name=context.name), timeout=20)
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    assert refusal(lambda: watching)[1] == "CONTEXT_UNKNOWN"
+    until(lambda: "ingest_cancelled" in server.log.names())
+    assert list((server.data / "uploads").iterdir()) == []
+    server.reading.gate.set()
+    assert active(server).name == context.name
+
+
+def test_a_context_deleted_and_uploaded_again_at_once_is_read(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    until(lambda: server.reading.calls)
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    assert ingest(server).name == context.name
+    server.reading.gate.set()
+    assert settle(server, context.name).state == pb.CONTEXT_STATE_ACTIVE
