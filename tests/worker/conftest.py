@@ -3,8 +3,10 @@
 import hashlib
 import importlib.util
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -23,6 +25,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from openbook.indexstore.store import begin, publish
+from openbook.worker.ingest import IngestSettings, ingest
+from openbook.worker.merge import causal_attention
 from openbook.worker.models import Model, load_model
 
 VOCAB = 512
@@ -119,6 +124,26 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
 
 
+class PlainAttention:
+    """Answers a model's attention exactly."""
+
+    def attend(self, _layer, q, k, v, *, scaling):
+        return causal_attention(q, k, v, scaling=scaling)
+
+
+def plain_logits(model: Model, ids: list[int]) -> torch.Tensor:
+    """Run ids through a served model and return its scores (tokens, vocabulary)."""
+    batch = torch.tensor([ids])
+    with torch.inference_mode():
+        out = model.module(
+            input_ids=batch,
+            position_ids=torch.arange(len(ids)).unsqueeze(0),
+            use_cache=False,
+            openbook=PlainAttention(),
+        )
+    return out.logits[0]
+
+
 TinyModel = Callable[..., Model]
 
 
@@ -173,3 +198,39 @@ def smollm2_gguf() -> Path:
 def smollm2(smollm2_gguf: Path) -> Model:
     """Return the demo model, unpacked into the user's cache at the first run."""
     return load_model(smollm2_gguf)
+
+
+@pytest.fixture
+def digits() -> Callable[[int], bytes]:
+    """Return `(count) -> text` of exactly that many tokens: random digits, one token each."""
+
+    def text(count: int) -> bytes:
+        return "".join(random.Random(count).choices("0123456789", k=count)).encode()
+
+    return text
+
+
+ReadContext = Callable[..., Path]
+
+
+@pytest.fixture
+def read_context(tmp_path: Path) -> ReadContext:
+    """Return `(model, document, **settings) -> path` of a published context, its id the name."""
+
+    def read(model: Model, document: bytes, **settings: object) -> Path:
+        chosen: dict[str, Any] = {"layout": "completion", "kv_dtype": "float32", **settings}
+        final = tmp_path / f"context-{len(list(tmp_path.iterdir()))}"
+        with begin(tmp_path / "drafts") as draft:
+            ingest(
+                model,
+                document,
+                draft,
+                context_id=final.name,
+                settings=IngestSettings(**chosen),
+                on_progress=lambda _: None,
+                is_cancelled=lambda: False,
+            )
+            publish(draft, final)
+        return final
+
+    return read

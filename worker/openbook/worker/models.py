@@ -206,9 +206,9 @@ def load_model(
 def check_config(config: PretrainedConfig, name: str) -> None:
     """Refuse a configuration whose model cannot be served. Raises UnsupportedModel, naming why."""
     refuse = _refusal(name)
+    _check_layers(config, refuse)
     _check_kind(config, refuse)
     check_heads(_head_counts(config), name)
-    _check_layers(config, refuse)
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         raise refuse("its configuration states no maximum number of positions")
