@@ -204,6 +204,14 @@ def test_text_that_would_not_be_written_is_refused(
 
 
 @pytest.mark.parametrize("read", [decode, decode_summary])
+def test_key_that_is_there_twice_is_refused(raw: bytes, forger: Any, read: Any) -> None:
+    text = raw.decode()[: -len(',"sha256":""}') - 65] + "}"
+    twice = text.replace('"layers":2', '"layers":2,"layers":2', 1)
+    with pytest.raises(ShardCorrupt, match="duplicate"):
+        read(forger.digested(twice))
+
+
+@pytest.mark.parametrize("read", [decode, decode_summary])
 @pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 99])
 def test_other_format_is_refused_with_both_versions(
     raw: bytes, forger: Any, version: int, read: Callable[[bytes], Any]

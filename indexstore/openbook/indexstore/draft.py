@@ -76,6 +76,9 @@ def lock_directory(path: Path) -> int | None:
             return fd
     except (BlockingIOError, FileNotFoundError):
         pass
+    except OSError:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
 

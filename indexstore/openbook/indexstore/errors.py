@@ -10,7 +10,7 @@
     ├── ShardCorrupt           the bytes on disk are not the bytes that were sealed
     │   └── ShardTruncated     a file is shorter than it was
     ├── StoreReadFailed        a file cannot be read now, though it may be sound
-    └── StoreWriteFailed       a write, fsync or rename failed; the draft is gone
+    └── StoreWriteFailed       a write, fsync or rename failed
         └── StoreFull          no space left, or no quota left
 
 Messages hold file names, sizes and ids, never anything a user wrote. A caller's own mistake (a
@@ -109,7 +109,10 @@ class StoreReadFailed(IndexStoreError):
 
 
 class StoreWriteFailed(IndexStoreError):
-    """Writing `file` failed for `reason`; its draft has been discarded."""
+    """Writing `file` failed for `reason`.
+
+    A draft is discarded with it; a publish that failed may be tried again.
+    """
 
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"writing {file} failed: {reason}")

@@ -76,10 +76,11 @@ def publish(draft: Draft, final: Path) -> bool:
     """Make a sealed draft the context at `final`, durably; its parents are made if need be.
 
     Returns False when another writer published the same context first: that one is verified and
-    stays, the draft is discarded. May be called again when it failed: a rename that happened is
-    not repeated. Raises ValueError for a draft that is not sealed, AlreadyPublished when another
-    context is there, ShardCorrupt and its kin when the one there is damaged, StoreFull or
-    StoreWriteFailed.
+    stays, the draft is discarded. When it raises, the draft is still the caller's to discard or to
+    publish again: a rename that happened is not repeated.
+
+    Raises ValueError for a draft that is not sealed, AlreadyPublished when another context is
+    there, ShardCorrupt and its kin when the one there is damaged, StoreFull or StoreWriteFailed.
     """
     if draft.manifest is None:
         raise ValueError("the draft is not sealed")

@@ -76,9 +76,9 @@ class StoredContext:
     def close(self) -> None:
         """Drop the views and the lock. May be called again."""
         self._layers = []
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            os.close(fd)
 
     def __enter__(self) -> StoredContext:
         return self
