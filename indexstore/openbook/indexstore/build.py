@@ -61,15 +61,16 @@ def build_head(
     keys_wide, values_wide = to_float32(keys), to_float32(values)
     _check(keys_wide, values_wide, queries, neighbours)
     m, d = keys_wide.shape
-    if query_moment is None:
-        query_moment = queries.T @ queries / max(1, len(queries))
-    metric, unit = query_metric(query_moment)
+    own_moment = queries.T @ queries / np.float32(max(1, len(queries)))  # (d, d)
+    moment = own_moment if query_moment is None else query_moment
+    metric, unit = query_metric(moment, len(queries))
     count = min(-(-m // params.keys_per_cluster), params.clusters_max)
     clusters = cluster_keys(keys_wide, metric, count, seed=params.seed)
     cluster_ids = clusters.cluster_of.astype(np.intp)
     keys_int8, centre, scale = quantise_keys(keys_wide)
     popularity = np.bincount(neighbours.reshape(-1), minlength=m)  # (m,)
     entries = _entries(clusters, popularity)
+    centroids = group_sums(keys_wide, cluster_ids) / clusters.counts[:, None].astype(np.float32)
     graph = build_graph(clusters, neighbours, entry=int(entries[0]), degree=params.degree)
     return HeadIndex(
         keys=np.ascontiguousarray(keys),
@@ -79,7 +80,7 @@ def build_head(
         scale=scale,
         graph=graph,
         entries=entries,
-        centroids=group_sums(keys_wide, cluster_ids) / clusters.counts[:, None].astype(np.float32),
+        centroids=np.asarray(centroids, np.float32),
         counts=clusters.counts,
         value_sums=group_sums(values_wide, cluster_ids),
         cluster_of=clusters.cluster_of,

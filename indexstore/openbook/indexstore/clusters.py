@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-RIDGE = 1e-3  # of the mean eigenvalue: keeps directions that no training query used
+RIDGE_MIN = 1e-3  # share of an even metric: keeps directions that no training query used
 ITERATIONS = 4  # Lloyd steps; later ones move the error by less than its spread over seeds
 SAMPLE_PER_CLUSTER = 8  # keys that the Lloyd steps look at; the last assignment takes all
 TILE_FLOATS = 1 << 20  # 4 MiB of distances at a time
@@ -37,8 +37,10 @@ class Clusters:
         return (np.sqrt(sums / self.counts) * unit).astype(np.float32)
 
 
-def query_metric(moment: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-    """Return Σ^½ / unit (d, d) of a second moment Σ (d, d), with a ridge, and its unit.
+def query_metric(moment: NDArray[np.float32], samples: int) -> tuple[NDArray[np.float32], float]:
+    """Return Σ^½ / unit (d, d) of a second moment Σ (d, d) of `samples` queries, and its unit.
+
+    Σ is shrunk towards an even metric that weighs as much as d queries: a few queries say little.
 
     A difference of keys, times unit Σ^½ / unit, has the length of the root mean square of its
     scores over the queries. A zero moment (no queries) gives the identity and a unit of one.
@@ -48,8 +50,9 @@ def query_metric(moment: NDArray[np.float32]) -> tuple[NDArray[np.float32], floa
     mean = np.trace(symmetric) / d
     if not mean > 0:
         return np.eye(d, dtype=np.float32), 1.0
-    eigenvalues, vectors = np.linalg.eigh(symmetric / mean + RIDGE * np.eye(d))
-    root = (vectors * np.sqrt(np.maximum(eigenvalues, RIDGE))) @ vectors.T
+    even = max(RIDGE_MIN, d / (d + samples))
+    eigenvalues, vectors = np.linalg.eigh((1 - even) * symmetric / mean + even * np.eye(d))
+    root = (vectors * np.sqrt(np.maximum(eigenvalues, even))) @ vectors.T
     return np.ascontiguousarray(root.astype(np.float32)), float(np.sqrt(mean))
 
 
@@ -98,4 +101,5 @@ def _means(
     """Drop empty clusters, then return the means and the renumbered assignment."""
     used, renumbered = np.unique(cluster_of, return_inverse=True)
     counts = np.bincount(renumbered, minlength=len(used))
-    return group_sums(points, renumbered) / counts[:, None].astype(np.float32), renumbered
+    means = group_sums(points, renumbered) / counts[:, None].astype(np.float32)
+    return np.asarray(means, np.float32), renumbered

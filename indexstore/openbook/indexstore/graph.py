@@ -67,7 +67,7 @@ def _near_clusters(centres: NDArray[np.float32]) -> NDArray[np.uint32]:
     near = np.empty((len(centres), count), np.uint32)
     for first in range(0, len(centres), tile):
         rows = np.arange(first, min(first + tile, len(centres)))
-        distance = half_norms - centres[rows] @ centres.T  # (tile, c), half the square, less a row's
+        distance = half_norms - centres[rows] @ centres.T  # (tile, c)
         distance[rows - first, rows] = -np.inf
         near[rows] = np.argsort(distance, axis=1, kind="stable")[:, :count]
     return near
