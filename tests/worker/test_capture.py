@@ -82,6 +82,18 @@ def test_rotated_queries_are_what_the_same_queries_are_at_n(rotary_dim: int) -> 
     assert torch.allclose(got, want, atol=1e-4)
 
 
+def test_training_queries_are_spread_over_the_positions_of_decoding() -> None:
+    n, count, rng = 500, 40, np.random.default_rng(4)
+    rotation = Rotation(torch.from_numpy(1e4 ** -(np.arange(0, 16, 2) / 16)).float(), 16)
+    positions = np.full(count, 499)
+    plain = np.repeat(rng.standard_normal((1, 1, 16)), n, axis=1)
+    got = rotated_queries(_turned(plain, rotation, np.arange(n)), positions, rotation, spread=64)
+    every = _turned(np.repeat(plain[:, :1], 128, axis=1), rotation, np.arange(n - 64, n + 64))
+    reached = [int((every[0] - row).norm(dim=1).argmin()) for row in got[0]]
+    assert torch.allclose(every[:, reached], got, atol=1e-4)
+    assert len(set(reached)) == count and min(reached) < 8 and max(reached) > 120
+
+
 def test_without_a_rotation_queries_stay() -> None:
     q = torch.randn(2, 9, 4)
     assert torch.equal(rotated_queries(q, np.array([1, 8]), None), q[:, [1, 8]])

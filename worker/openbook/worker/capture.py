@@ -4,7 +4,9 @@ Owns the choice of training positions, the exact top-k by tiles on the model's d
 second moment of the queries. It knows nothing of graphs or files.
 
 A decode query sits after the document, a training query inside it, and RoPE makes q·k depend on
-the distance: so every sampled query is first turned to the position where decoding begins.
+the distance: so every sampled query is first turned to a position where decoding happens. Not to
+one position but spread over a range of them: heads that attend by position want other keys at
+every step, and a graph trained for one step alone misses a quarter of the others' (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from torch import Tensor
 from openbook.worker.models import Rotation, rotate
 
 NEIGHBOURS = 100  # keys per training query; RoarGraph's N_q, and the paper's top-100
-SAMPLE_MAX = 4096  # training queries per query head
+SAMPLE_MAX = 2048  # training queries per query head
 SAMPLE_MIN = 256
 SAMPLE_SHARE = 0.125  # of the positions, until SAMPLE_MAX
+DECODE_SPREAD = 512  # training queries are turned to n ± this: question, answer and their start
+GOLDEN = 0.6180339887498949  # multiples of it, modulo one, fill an interval evenly
 TILE_BYTES_MAX = 24 << 20  # of scores at once; the ingest's memory promise counts on it
 
 
@@ -34,15 +38,20 @@ def sample_positions(token_count: int) -> NDArray[np.int64]:
     return np.unique((np.sqrt(quantiles) * token_count).astype(np.int64))
 
 
-def rotated_queries(q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None) -> Tensor:
-    """Take the queries at `positions` and turn each to position n, the first after the document.
+def rotated_queries(
+    q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None, *, spread: int = 0
+) -> Tensor:
+    """Take the queries at `positions` and turn each to a position within `spread` of n.
 
-    q (query heads, n, d) after RoPE. Returns float32 (query heads, s, d) on q's device. Without a
-    known rotation the queries stay as they are: the index is poorer, the answers as exact.
+    n is the first position after the document. q (query heads, n, d) after RoPE. Returns float32
+    (query heads, s, d) on q's device. Without a known rotation the queries stay as they are: the
+    index is poorer, the answers as exact.
     """
     chosen = torch.from_numpy(positions).to(q.device)
     taken = q[:, chosen].float()
-    return taken if rotation is None else rotate(taken, rotation, by=q.shape[1] - chosen)
+    offsets = np.floor((np.arange(len(positions)) * GOLDEN % 1 - 0.5) * 2 * spread)
+    by = q.shape[1] - chosen + torch.from_numpy(offsets.astype(np.int64)).to(q.device)
+    return taken if rotation is None else rotate(taken, rotation, by=by)
 
 
 def second_moment(queries: Tensor) -> NDArray[np.float32]:

@@ -33,6 +33,7 @@ from openbook.indexstore.head import (
 from openbook.indexstore.plan import force_plan, plan_head
 from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
 from openbook.worker.capture import (
+    DECODE_SPREAD,
     NEIGHBOURS,
     exact_top_k,
     rotated_queries,
@@ -243,7 +244,8 @@ def _layer_records(
             **records,
         )
     positions = sample_positions(token_count)  # (s,)
-    queries = rotated_queries(captured.q, positions, turn)  # (query heads, s, d)
+    # (query heads, s, d)
+    queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
     heads = tuple(
