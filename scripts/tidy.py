@@ -128,8 +128,9 @@ def check_file_lines(source: Source) -> Iterator[Finding]:
 
 def check_columns(source: Source) -> Iterator[Finding]:
     for number, line in enumerate(source.text.splitlines(), 1):
-        if len(line) > COLUMNS_MAX:
-            yield number, f"{len(line)} columns; at most {COLUMNS_MAX}"
+        count = len(re.sub(r"  # (type: ignore|noqa|fmt: skip).*$", "", line))
+        if count > COLUMNS_MAX:
+            yield number, f"{count} columns; at most {COLUMNS_MAX}"
 
 
 def function_spans(source: Source) -> Iterator[tuple[str, int, int]]:
