@@ -118,7 +118,7 @@ class Ask:
     @property
     def questions_left(self) -> int:
         """The question tokens not run yet."""
-        return len(self.question_ids) - self.sequence.tail.length
+        return max(0, len(self.question_ids) - self.sequence.tail.length)
 
     def cancel(self) -> None:
         """Stop within one step; no event comes after the step under way. From any thread."""
@@ -325,20 +325,25 @@ class Engine:
             answer_ids=count,
         )
         self._leave(ask)
-        if not ask.is_cancelled:
-            ask.on_event(Finished(usage, reason, receipt))
+        self._emit(ask, Finished(usage, reason, receipt))
 
     def _send(self, ask: Ask, text: str) -> None:
-        if text and not ask.is_cancelled:
-            ask.on_event(Delta(text))
+        if text:
+            self._emit(ask, Delta(text))
 
     def _fail(self, ask: Ask, error: Exception) -> None:
         """End one ask with an error; the others go on."""
-        if ask.is_over:
-            return  # its own last event raised: nobody is listening
         self._leave(ask)
-        if not ask.is_cancelled:
-            ask.on_event(Failed(error))
+        self._emit(ask, Failed(error))
+
+    def _emit(self, ask: Ask, event: AnswerEvent) -> None:
+        """Tell the listener; one that raises is not there any more, and its ask goes."""
+        if ask.is_cancelled:
+            return
+        try:
+            ask.on_event(event)
+        except Exception:
+            ask.cancel()
 
     def _leave(self, ask: Ask) -> None:
         ask.is_over = True
