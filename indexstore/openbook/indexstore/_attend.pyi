@@ -3,26 +3,13 @@ from numpy.typing import NDArray
 
 from openbook.indexstore.head import HeadIndex
 
-def attend_keys(
+def attend_read(
     index: HeadIndex,
-    queries: NDArray[np.float32],
-    scaling: float,
-    wanted: int,
-    walk: bool,
-    queue: int,
+    read: NDArray[np.uint32],
+    logits: NDArray[np.float32],
+    centroid_logits: NDArray[np.float32],
     estimate: bool,
-    seeds_per_head: int,
-    slack: float,
-) -> tuple[
-    NDArray[np.float32],
-    NDArray[np.float32],
-    NDArray[np.float32],
-    NDArray[np.uint32],
-    NDArray[np.uint32],
-    NDArray[np.float32],
-    int,
-    int,
-]: ...
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
 def attend_exact(
     index: HeadIndex, queries: NDArray[np.float32], scaling: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

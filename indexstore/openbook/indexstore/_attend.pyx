@@ -1,14 +1,15 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Attention over the middle of one KV head: int8 search, exact re-scoring, the estimate.
+"""Attend to keys of one KV head: those a search found with the estimate of the rest, or all.
 
-Owns the inner loops only. attend.py has checked every array; the kernels release the GIL, never
-create Python objects and never raise. reference.py holds the NumPy twin of each.
+head.HeadIndex has checked every array; the loops release the GIL, create no Python objects and
+never raise. Their NumPy twins are reference.combine and reference.softmax_partial.
 """
 
 cimport numpy as cnp
-from libc.math cimport INFINITY, fabs, log
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint32_t
-from libc.string cimport memcpy, memmove, memset
+from libc.math cimport INFINITY, log
+from libc.stdint cimport int64_t, uint32_t
+from libc.string cimport memcpy
+
+from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
 
@@ -16,12 +17,6 @@ cnp.import_array()
 
 cdef extern from "kernels.h" nogil:
     int OB_BLOCK
-    float ob_dot(const float *a, const float *b, int64_t d)
-    void ob_score_int8(const int16_t *queries, int64_t group, const int8_t *keys, int64_t d,
-                       const uint32_t *ids, int64_t count, int32_t *out, int64_t stride)
-    void ob_logits(const float *queries, int64_t group, const void *keys, int dtype, int64_t d,
-                   const uint32_t *ids, int64_t count, float scaling, float *row, float *logits,
-                   int64_t stride)
     double ob_weights(const float *logits, int64_t count, float peak, float *weights)
     void ob_add_values(const float *weights, int64_t group, const void *values, int dtype,
                        int64_t d, const uint32_t *ids, int64_t count, int64_t stride, float *row,
@@ -31,279 +26,6 @@ cdef extern from "kernels.h" nogil:
     void ob_exact(const float *queries, int64_t rows, const void *keys, const void *values,
                   int dtype, int64_t d, int64_t dv, int64_t first, int64_t last, float scaling,
                   float *scratch, float *peak, double *total, float *out)
-
-cdef extern from "math.h" nogil:
-    long lrintf(float value)
-
-cdef enum:
-    SCAN_BLOCK = 256  # keys scored at a time by the scan: their scores stay in L1
-    SPARE = 4  # an int8 score is off by its rounding: one more candidate re-scored per 4 wanted
-
-
-cdef struct Head:
-    const void *keys
-    const void *values
-    const int8_t *keys_int8
-    const float *scale
-    const uint32_t *graph
-    const uint32_t *entries
-    const float *centroids
-    const uint32_t *counts
-    const float *value_sums
-    const uint32_t *cluster_of
-    const float *spreads
-    const float *centre
-    int dtype
-    int64_t m, d, dv, degree, clusters
-
-
-cdef struct Found:
-    # What a search leaves behind: per query head a best-first list of packed candidates.
-    int64_t capacity
-    int64_t *packed  # (group, capacity)
-    int64_t *sizes  # (group,)
-    int64_t *cursors  # (group,) nothing before it is unexpanded
-    int64_t scored
-
-
-cdef int64_t _pack(int32_t score, uint32_t key) noexcept nogil:
-    # Larger is better: score first, then the smaller id. Bit 0 says that the key was expanded.
-    return <int64_t>score * 4294967296LL + (<int64_t>(0x7fffffffu - key) << 1)
-
-
-cdef uint32_t _key_of(int64_t packed) noexcept nogil:
-    return 0x7fffffffu - (<uint32_t>packed >> 1)
-
-
-cdef int32_t _ordered(float value) noexcept nogil:
-    # Map floats to integers that compare alike.
-    cdef int32_t bits
-    memcpy(&bits, &value, sizeof(bits))
-    return bits if bits >= 0 else bits ^ 0x7fffffff
-
-
-cdef void _insert(int64_t packed, int64_t *row, int64_t *size, int64_t *cursor,
-                  int64_t capacity) noexcept nogil:
-    # Insert into a descending row of at most `capacity`; the worst falls off.
-    cdef int64_t low = 0, high = size[0], middle
-    if high == capacity:
-        if capacity == 0 or packed <= row[capacity - 1]:
-            return
-    while low < high:
-        middle = (low + high) >> 1
-        if row[middle] > packed:
-            low = middle + 1
-        else:
-            high = middle
-    if size[0] < capacity:
-        size[0] += 1
-    memmove(row + low + 1, row + low, (size[0] - 1 - low) * sizeof(int64_t))
-    row[low] = packed
-    if low < cursor[0]:
-        cursor[0] = low
-
-
-cdef void _quantise(const float *queries, int64_t group, Head *head, int16_t *out,
-                    float *inverses) noexcept nogil:
-    # Fold the key scales into the query, then round it to 16 bits; sums stay below 2^31.
-    cdef int64_t limit = min(32767, 2147483647 // (128 * head.d))
-    cdef int64_t g, j
-    cdef float largest, inverse, value
-    for g in range(group):
-        largest = 0
-        for j in range(head.d):
-            value = <float>fabs(queries[g * head.d + j] * head.scale[j])
-            if value > largest:
-                largest = value
-        inverse = <float>limit / largest if largest > 0 else 0
-        inverses[g] = inverse
-        for j in range(head.d):
-            value = queries[g * head.d + j] * head.scale[j]
-            out[g * head.d + j] = <int16_t>lrintf(value * inverse)
-
-
-cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uint32_t *ids,
-                 int64_t first, int64_t count, Found *found) noexcept nogil:
-    cdef int64_t g, i
-    cdef int64_t packed
-    for g in range(group):
-        for i in range(count):
-            packed = _pack(scores[g * stride + i], ids[i] if ids != NULL else <uint32_t>(first + i))
-            _insert(packed, found.packed + g * found.capacity, found.sizes + g,
-                    found.cursors + g, found.capacity)
-
-
-cdef void _scan(const int16_t *queries, int64_t group, Head *head, int32_t *scores,
-                Found *found) noexcept nogil:
-    cdef int64_t first = 0, count
-    while first < head.m:
-        count = min(SCAN_BLOCK, head.m - first)
-        ob_score_int8(queries, group, head.keys_int8 + first * head.d, head.d, NULL, count,
-                      scores, SCAN_BLOCK)
-        _offer(scores, SCAN_BLOCK, group, NULL, first, count, found)
-        first += count
-    found.scored = head.m
-
-
-cdef void _bound(const float *queries, int64_t group, Head *head, const float *centroid_logits,
-                 float scaling, const float *inverses, float slack, float *bounds) noexcept nogil:
-    # How good a key of a cluster may be, in the units of the int8 scores.
-    cdef int64_t g, c
-    cdef float base
-    for g in range(group):
-        base = ob_dot(queries + g * head.d, head.centre, head.d)
-        for c in range(head.clusters):
-            bounds[c * group + g] = (centroid_logits[g * head.clusters + c] / scaling - base
-                                     + slack * head.spreads[c]) * inverses[g]
-
-
-cdef int64_t _visit(const uint32_t *ids, int64_t count, uint8_t *visited, uint32_t *fresh,
-                    int64_t group, const float *bounds, const uint32_t *cluster_of,
-                    const float *thresholds) noexcept nogil:
-    # Keep the ids not seen before whose cluster may hold a better key, and mark them.
-    cdef int64_t i, g, kept = 0
-    cdef uint32_t key
-    cdef const float *bound
-    for i in range(count):
-        key = ids[i]
-        if not visited[key >> 3] & (1 << (key & 7)):
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-            bound = bounds + cluster_of[key] * group
-            for g in range(group):
-                if bound[g] > thresholds[g]:
-                    fresh[kept] = key
-                    kept += 1
-                    break
-    return kept
-
-
-cdef void _raise(Found *found, int64_t group, int64_t k, float *thresholds) noexcept nogil:
-    # A key below the k-th best of every query head is of no use.
-    cdef int64_t g
-    for g in range(group):
-        if found.sizes[g] >= k:
-            thresholds[g] = <float>(found.packed[g * found.capacity + k - 1] >> 32)
-
-
-cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_t *seeds,
-                int64_t seed_count, int64_t k, int64_t queue, uint8_t *visited, uint32_t *fresh,
-                int32_t *scores, int64_t stride, const float *bounds, float *thresholds,
-                Found *found) noexcept nogil:
-    # Best-first, the query heads in turn: a key reached by one is offered to all of them.
-    cdef int64_t kept, g, at, open_heads = group
-    cdef int64_t *row
-    for g in range(group):
-        thresholds[g] = -INFINITY
-    kept = _visit(seeds, seed_count, visited, fresh, group, bounds, head.cluster_of, thresholds)
-    ob_score_int8(queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
-    _offer(scores, stride, group, fresh, 0, kept, found)
-    found.scored = kept
-    while open_heads > 0:
-        open_heads = 0
-        for g in range(group):
-            row = found.packed + g * found.capacity
-            at = found.cursors[g]
-            while at < found.sizes[g] and at < queue and row[at] & 1:
-                at += 1
-            found.cursors[g] = at
-            if at >= found.sizes[g] or at >= queue:
-                continue
-            open_heads += 1
-            row[at] |= 1
-            _raise(found, group, k, thresholds)
-            kept = _visit(head.graph + <int64_t>_key_of(row[at]) * head.degree, head.degree,
-                          visited, fresh, group, bounds, head.cluster_of, thresholds)
-            if kept == 0:
-                continue
-            ob_score_int8(queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
-            _offer(scores, stride, group, fresh, 0, kept, found)
-            found.scored += kept
-
-
-cdef Head _borrow(object index):
-    cdef Head head
-    head.dtype = {"e": 0, "H": 1, "f": 2}[index.keys.dtype.char]
-    head.keys = cnp.PyArray_DATA(index.keys)
-    head.values = cnp.PyArray_DATA(index.values)
-    head.keys_int8 = <const int8_t *>cnp.PyArray_DATA(index.keys_int8)
-    head.scale = <const float *>cnp.PyArray_DATA(index.scale)
-    head.graph = <const uint32_t *>cnp.PyArray_DATA(index.graph)
-    head.entries = <const uint32_t *>cnp.PyArray_DATA(index.entries)
-    head.centroids = <const float *>cnp.PyArray_DATA(index.centroids)
-    head.counts = <const uint32_t *>cnp.PyArray_DATA(index.counts)
-    head.value_sums = <const float *>cnp.PyArray_DATA(index.value_sums)
-    head.cluster_of = <const uint32_t *>cnp.PyArray_DATA(index.cluster_of)
-    head.spreads = <const float *>cnp.PyArray_DATA(index.spreads)
-    head.centre = <const float *>cnp.PyArray_DATA(index.centre)
-    head.m, head.d = index.keys.shape
-    head.dv = index.values.shape[1]
-    head.degree = index.graph.shape[1]
-    head.clusters = index.counts.shape[0]
-    return head
-
-
-cdef int64_t _seed(const float *centroid_logits, int64_t group, int64_t seeds_per_head, Head *head,
-                   int64_t *row, uint32_t *seeds) noexcept nogil:
-    # The hub, then the entry of each of the best clusters of every query head.
-    cdef int64_t g, c, size, cursor, count = 1
-    seeds[0] = head.entries[0]
-    for g in range(group):
-        size = 0
-        cursor = 0
-        for c in range(head.clusters):
-            _insert(_pack(_ordered(centroid_logits[g * head.clusters + c]), <uint32_t>c), row,
-                    &size, &cursor, seeds_per_head)
-        for c in range(size):
-            seeds[count] = head.entries[1 + _key_of(row[c])]
-            count += 1
-    return count
-
-
-cdef int64_t _union(Found *found, int64_t group, uint8_t *visited, int64_t bytes_,
-                    uint32_t *ids) noexcept nogil:
-    # The distinct candidates of all query heads, in the order of their ids.
-    cdef int64_t g, i, byte, count = 0
-    cdef uint32_t key
-    memset(visited, 0, bytes_)
-    for g in range(group):
-        for i in range(found.sizes[g]):
-            key = _key_of(found.packed[g * found.capacity + i])
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-    for byte in range(bytes_):
-        if visited[byte]:
-            for i in range(8):
-                if visited[byte] & (1 << i):
-                    ids[count] = <uint32_t>(byte * 8 + i)
-                    count += 1
-    return count
-
-
-cdef int64_t _choose(Found *found, int64_t group, int64_t k, float *logits, int64_t stride,
-                     uint32_t *pool, int64_t pool_size, uint32_t *top, uint8_t *visited,
-                     int64_t bytes_) noexcept nogil:
-    # Each query head's best k of the pool by exact logit; then the pool shrinks to their union.
-    cdef int64_t g, i, kept = 0
-    cdef int64_t *row
-    cdef uint32_t key
-    memset(visited, 0, bytes_)
-    for g in range(group):
-        row = found.packed + g * found.capacity
-        found.sizes[g] = 0
-        for i in range(pool_size):
-            _insert(_pack(_ordered(logits[g * stride + i]), pool[i]), row, found.sizes + g,
-                    found.cursors + g, k)
-        for i in range(k):
-            key = _key_of(row[i])
-            top[g * k + i] = key
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-    for i in range(pool_size):
-        key = pool[i]
-        if visited[key >> 3] & (1 << (key & 7)):
-            pool[kept] = key
-            for g in range(group):
-                logits[g * stride + kept] = logits[g * stride + i]
-            kept += 1
-    return kept
 
 
 cdef int64_t _rest(Head *head, const uint32_t *read, int64_t read_count, float *counts,
@@ -326,7 +48,8 @@ cdef int64_t _rest(Head *head, const uint32_t *read, int64_t read_count, float *
     return 0
 
 
-cdef float _peak(const float *logits, int64_t count, const float *counts, float start) noexcept nogil:
+cdef float _peak(const float *logits, int64_t count, const float *counts,
+                 float start) noexcept nogil:
     # The largest logit; with `counts`, of the clusters that still hold a key.
     cdef int64_t i
     for i in range(count):
@@ -369,78 +92,37 @@ cdef void _combine(Head *head, int64_t group, const uint32_t *read, int64_t read
             estimated_lse[g] = peak + <float>log(rest)
 
 
-def attend_keys(object index, const float[:, ::1] queries, float scaling, int64_t wanted,
-                bint walk, int64_t queue, bint estimate, int64_t seeds_per_head,
-                float slack):
-    """Attend to the best `wanted` keys of every query head of one KV head, and estimate the rest.
+def attend_read(object index, const uint32_t[::1] read, const float[:, ::1] logits,
+                const float[:, ::1] centroid_logits, bint estimate):
+    """Attend every query head to the keys read, and to the clusters of the rest.
 
-    Returns out (group, dv), lse (group,), estimated_lse (group,), top ids (group, k), read ids
-    (r,), read logits (group, r), keys scored, centroids scored.
+    `read` (r,) ids, `logits` (group, r), `centroid_logits` (group, c), unused without `estimate`.
+    Returns out (group, dv), lse (group,), estimated_lse (group,).
     """
-    cdef Head head = _borrow(index)
-    cdef int64_t group = queries.shape[0], k = min(wanted, head.m), bytes_ = (head.m + 7) // 8
-    cdef int64_t capacity = min(head.m, max(k + k // SPARE, queue if walk else 0)) if k > 0 else 0
-    cdef int64_t width = max(SCAN_BLOCK, head.degree, 1 + group * seeds_per_head)
-    cdef int64_t stride = max(1, min(head.m, group * capacity))
-    cdef int64_t clusters = head.clusters if estimate or (walk and k > 0) else 0
-    cdef int64_t pool_size = 0, read_count = 0, seed_count
+    cdef Head head = borrow(index)
+    cdef int64_t group = logits.shape[0], count = read.shape[0], c = head.clusters * estimate
+    cdef int64_t most = max(count, c)
     cdef float[:, ::1] out = np.zeros((group, head.dv), np.float32)
     cdef float[:, ::1] lse = np.empty((2, group), np.float32)
-    cdef uint32_t[:, ::1] top = np.zeros((group, k + 1), np.uint32)
-    cdef uint32_t[::1] pool = np.empty(stride, np.uint32)
-    cdef float[:, ::1] logits = np.empty((group, stride), np.float32)
-    cdef float[::1] centroid_logits = np.empty(group * clusters + 1, np.float32)
-    cdef float[::1] rest = np.empty(clusters * (1 + head.dv) + 1, np.float32)
-    cdef float[::1] weights = np.empty(max(stride, clusters) + max(head.d, head.dv), np.float32)
-    cdef float *row = &weights[max(stride, clusters)]
-    cdef int16_t[:, ::1] quantised = np.empty((group, head.d), np.int16)
-    cdef float[::1] bounds = np.empty(group * (clusters + 2) + 1, np.float32)
-    cdef float *inverses = &bounds[group * clusters]
-    cdef int32_t[:, ::1] scores = np.empty((group, width), np.int32)
-    cdef uint32_t[:, ::1] ids = np.empty((2, width), np.uint32)
-    cdef uint8_t[::1] visited = np.zeros(bytes_ + 1, np.uint8)
-    cdef int64_t[::1] packed = np.zeros(group * (capacity + 2) + width, np.int64)
-    cdef Found found
-    found.capacity, found.scored = capacity, 0
-    found.packed, found.sizes = &packed[0], &packed[group * capacity]
-    found.cursors = found.sizes + group
+    cdef float[::1] rest = np.empty(c * (1 + head.dv) + 1, np.float32)
+    cdef float[::1] weights = np.empty(most + head.dv, np.float32)
+    cdef float *row = &weights[most]
+    cdef const uint32_t *ids = &read[0] if count > 0 else NULL
+    cdef const float *mine = &logits[0, 0] if count > 0 else NULL
+    cdef const float *cluster_logits = &centroid_logits[0, 0] if c > 0 else NULL
     with nogil:
-        if clusters > 0:
-            ob_logits(&queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters, scaling,
-                      row, &centroid_logits[0], clusters)
-        if k > 0:
-            _quantise(&queries[0, 0], group, &head, &quantised[0, 0], inverses)
-            if walk:
-                seed_count = _seed(&centroid_logits[0], group, seeds_per_head, &head,
-                                   found.cursors + group, &ids[0, 0])
-                _bound(&queries[0, 0], group, &head, &centroid_logits[0], scaling, inverses, slack,
-                       &bounds[0])
-                _walk(&quantised[0, 0], group, &head, &ids[0, 0], seed_count, k, queue,
-                      &visited[0], &ids[1, 0], &scores[0, 0], width, &bounds[0],
-                      inverses + group, &found)
-            else:
-                _scan(&quantised[0, 0], group, &head, &scores[0, 0], &found)
-            pool_size = _union(&found, group, &visited[0], bytes_, &pool[0])
-            ob_logits(&queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0], pool_size,
-                      scaling, row, &logits[0, 0], stride)
-            k = min(k, pool_size)
-            read_count = _choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,
-                                 &top[0, 0], &visited[0], bytes_)
         if estimate:
-            _rest(&head, &pool[0], read_count, &rest[0], &rest[clusters], row)
-        _combine(&head, group, &pool[0], read_count, &logits[0, 0], stride, &centroid_logits[0],
-                 &rest[0] if estimate else NULL, &rest[clusters], &weights[0], row, &out[0, 0],
+            _rest(&head, ids, count, &rest[0], &rest[c], row)
+        _combine(&head, group, ids, count, mine, count, cluster_logits,
+                 &rest[0] if estimate else NULL, &rest[c], &weights[0], row, &out[0, 0],
                  &lse[0, 0], &lse[1, 0])
     lses = np.asarray(lse)
-    return (np.asarray(out), lses[0], lses[1],
-            np.asarray(top).reshape(-1)[:group * k].reshape(group, k),
-            np.asarray(pool)[:read_count], np.asarray(logits)[:, :read_count],
-            found.scored, clusters)
+    return np.asarray(out), lses[0], lses[1]
 
 
 def attend_exact(object index, const float[:, ::1] queries, float scaling):
-    """Attend to every key of one KV head; queries (rows, d). Returns out (rows, dv), lse (rows,)."""
-    cdef Head head = _borrow(index)
+    """Attend to every key of one KV head: queries (rows, d) to out (rows, dv), lse (rows,)."""
+    cdef Head head = borrow(index)
     cdef int64_t rows = queries.shape[0], r, j
     cdef float[:, ::1] out = np.zeros((rows, head.dv), np.float32)
     cdef float[::1] peak = np.full(rows, -np.inf, np.float32)

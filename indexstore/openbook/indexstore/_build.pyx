@@ -1,4 +1,3 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The loops of the graph build: who is wanted together, who is reachable.
 
 graph.py checks what comes in and decides the order; reference.py holds the NumPy twins. The

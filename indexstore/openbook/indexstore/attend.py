@@ -1,7 +1,7 @@
 """Attention over the middle: one call for every sequence and head of a layer.
 
-Owns the checks, the split over threads and the joining of heads; the loops are in _attend.pyx,
-their NumPy twins in reference.py. It knows no model and no file.
+Owns the checks, the split over threads and the joining of heads; the loops are in _search.pyx
+and _attend.pyx, their NumPy twins in reference.py. It knows no model and no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore import _attend
+from openbook.indexstore import _attend, _search
 from openbook.indexstore.head import AttendRequest, AttendResult, Budget, HeadIndex, HeadPlan
 
 SEEDS_PER_HEAD = 8  # best clusters of each query head whose entries a walk starts from
@@ -118,10 +118,14 @@ def _attend_task(task: tuple[AttendRequest, int, slice]) -> HeadResult:
             read = np.arange(head.middle_tokens, dtype=np.uint32)
     else:
         plan, budget = request.plan[number], request.budget
-        out, lse, estimated_lse, top, read, logits, scored, centroids = _attend.attend_keys(
+        top, read, logits, centroid_logits, scored = _search.find(
             head, flat, request.scaling, budget.keys, plan.kind == "graph", plan.queue,
             budget.estimate, SEEDS_PER_HEAD, SLACK_SPREADS,
         )  # fmt: skip
+        centroids = centroid_logits.shape[1]
+        out, lse, estimated_lse = _attend.attend_read(
+            head, read, logits, centroid_logits, budget.estimate
+        )
     shape = queries.shape[:2]
     return HeadResult(
         out.reshape(*shape, -1), lse.reshape(shape), estimated_lse.reshape(shape),

@@ -144,6 +144,17 @@ class Draft:
         arrays = (array for _, _, array in layer_arrays(records))
         self._write(layer_name(layer), dict(zip(infos, arrays, strict=True)))
 
+    def drop_layers(self) -> None:
+        """Remove the layers written so far, to write them in another number type; tokens stay.
+
+        Raises StoreWriteFailed (the draft is then discarded).
+        """
+        self._check_open()
+        for name in [name for name in self._files if name != TOKENS_NAME]:
+            with self._discarding(name):
+                os.close(self._files.pop(name)[0])
+                (self.path / name).unlink()
+
     def seal(self, fields: ManifestFields) -> Manifest:
         """Make every file durable and unchanging, and describe them in the manifest.
 

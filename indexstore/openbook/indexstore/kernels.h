@@ -55,11 +55,16 @@ OB_INLINE void ob_widen(const void *source, int dtype, int64_t count, float *tar
 
 OB_INLINE int64_t ob_stored_bytes(int dtype) { return dtype == OB_FLOAT32 ? 4 : 2; }
 
+/* The sum of a vector's eight lanes, always in the same order. */
+OB_INLINE float ob_sum(ob_v8 x) {
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
 OB_INLINE float ob_dot(const float *a, const float *b, int64_t d) {
     ob_v8 sum = {0};
     int64_t j = 0;
     for (; j + 8 <= d; j += 8) sum += *(const ob_v8 *)(a + j) * *(const ob_v8 *)(b + j);
-    float total = ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+    float total = ob_sum(sum);
     for (; j < d; j++) total += a[j] * b[j];
     return total;
 }
@@ -121,13 +126,14 @@ OB_CLONES static void ob_logits(const float *queries, int64_t group, const void 
 }
 
 /* values[i] = e^(logits[i] - peak); returns their sum. */
-OB_CLONES static double ob_weights(const float *logits, int64_t count, float peak, float *weights) {
+OB_CLONES static double ob_weights(const float *logits, int64_t count, float peak,
+                                   float *weights) {
     double total = 0;
     int64_t i = 0;
     for (; i + 8 <= count; i += 8) {
         ob_v8 w = ob_exp(*(const ob_v8 *)(logits + i) - peak);
         *(ob_v8 *)(weights + i) = w;
-        total += (double)(((w[0] + w[4]) + (w[1] + w[5])) + ((w[2] + w[6]) + (w[3] + w[7])));
+        total += (double)ob_sum(w);
     }
     for (; i < count; i++) {
         weights[i] = expf(logits[i] - peak);
@@ -146,7 +152,8 @@ OB_CLONES static void ob_add_values(const float *weights, int64_t group, const v
                                     int dtype, int64_t d, const uint32_t *ids, int64_t count,
                                     int64_t stride, float *row, float *out) {
     for (int64_t i = 0; i < count; i++) {
-        ob_widen((const char *)values + (int64_t)ids[i] * d * ob_stored_bytes(dtype), dtype, d, row);
+        const char *value = (const char *)values + (int64_t)ids[i] * d * ob_stored_bytes(dtype);
+        ob_widen(value, dtype, d, row);
         for (int64_t g = 0; g < group; g++) ob_add(out + g * d, row, weights[g * stride + i], d);
     }
 }
@@ -193,7 +200,7 @@ OB_INLINE void ob_fold(float *scores, int64_t count, const float *values, int64_
         *(ob_v8 *)(scores + i) = w;
         sum += w;
     }
-    *total += (double)(((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7])));
+    *total += (double)ob_sum(sum);
     int64_t j = 0;
     for (; j + 16 <= dv; j += 16) {
         ob_v8 a = *(const ob_v8 *)(out + j), b = *(const ob_v8 *)(out + j + 8);

@@ -1,0 +1,18 @@
+import numpy as np
+from numpy.typing import NDArray
+
+from openbook.indexstore.head import HeadIndex
+
+def find(
+    index: HeadIndex,
+    queries: NDArray[np.float32],
+    scaling: float,
+    wanted: int,
+    walk: bool,
+    queue: int,
+    score_centroids: bool,
+    seeds_per_head: int,
+    slack: float,
+) -> tuple[
+    NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int
+]: ...
