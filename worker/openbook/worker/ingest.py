@@ -289,7 +289,8 @@ def _kept_queries(
 ) -> tuple[Stored, NDArray[np.int32]]:
     """Choose evenly what the store keeps of the training queries (KV heads, group·s, d)."""
     kv_heads, count, _ = grouped.shape
-    chosen = np.unique(np.linspace(0, count - 1, min(count, STORED_QUERIES_MAX)).astype(np.int64))
+    kept_count = min(count, STORED_QUERIES_MAX)
+    chosen = np.arange(kept_count) * count // max(1, kept_count)
     kept = grouped[:, torch.from_numpy(chosen).to(grouped.device)].cpu().numpy()
     where = positions[chosen % len(positions)].astype(np.int32)
     stored = to_stored(kept, "float16" if fits(kept, "float16") else "float32")
