@@ -39,9 +39,10 @@ from openbook.server.identity import (
 )
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker, ReadDocument
-from openbook.server.ingests import ContextNaming, Ingests
+from openbook.server.ingests import Ingests
 from openbook.server.leases import LeaseKeeper, Leases
 from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
+from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
 from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings

@@ -1,7 +1,7 @@
-"""Who a data directory is, and how its contexts are named.
+"""Who a data directory is, and what its contexts are called.
 
-Owns the directory's mode, lock and secret, context ids and the resource names made of them. It
-knows nothing of what a context holds. An id is a keyed hash: it can be computed without a
+Owns the directory's mode, lock and secret, and context ids. It knows nothing of what a context
+holds, nor of the network. An id is a keyed hash: it can be computed without a
 tokenizer, the same document under the same model gives the same id, and no one without the secret
 can tell from an id which document it stands for.
 """
@@ -18,12 +18,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-from openbook.server.errors import NameInvalid
-
 TENANT = "local"  # a loopback server has one tenant
 SECRET_BYTES = 32
 ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # 128 bits of the keyed hash
-NAME_PREFIX = "contexts/"
 
 
 class DataDirectoryRefused(Exception):
@@ -119,15 +116,3 @@ def context_id_of(
 def is_context_id(text: str) -> bool:
     """Tell whether `text` has the form of a context id."""
     return ID_PATTERN.fullmatch(text) is not None
-
-
-def name_of(context_id: str) -> str:
-    """Return the resource name of `context_id`."""
-    return NAME_PREFIX + context_id
-
-
-def parse_name(name: str) -> str:
-    """Return the context id in a resource name. Raises NameInvalid, which does not repeat it."""
-    if not name.startswith(NAME_PREFIX) or not is_context_id(name[len(NAME_PREFIX) :]):
-        raise NameInvalid()
-    return name[len(NAME_PREFIX) :]

@@ -83,13 +83,16 @@ class IngestWorker:
         self._log = log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingest")
         self._cancelled: dict[str, threading.Event] = {}
+        self._working = asyncio.Lock()
         self._is_stopping = False
 
     async def run(self) -> None:
         """Read documents until cancelled."""
         while True:
             try:
-                await self._work(await self._queue.take())
+                claim = await self._queue.take()
+                async with self._working:
+                    await self._work(claim)
             except Exception as error:  # a disk that fails must not end the line
                 self._log.error("ingest_line_failed", **fault_fields(error))
                 await asyncio.sleep(RETRY_S)
@@ -105,7 +108,8 @@ class IngestWorker:
         self._is_stopping = True
         for cancelled in self._cancelled.values():
             cancelled.set()
-        await asyncio.to_thread(self._thread.shutdown, True)
+        async with self._working:  # the document under way has been given back
+            self._thread.shutdown(wait=False)
 
     async def _work(self, claim: Claim) -> None:
         upload = await asyncio.to_thread(self._documents.find, claim.context_id)

@@ -18,39 +18,11 @@ from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
 from openbook.server.errors import IngestQueueFull
-from openbook.server.identity import context_id_of
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker
 from openbook.server.logs import Log
+from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
-
-
-class ContextNaming:
-    """The ids and fingerprints of contexts of the served model."""
-
-    def __init__(
-        self, secret: bytes, fingerprint_for: Callable[[str, str], str], *, kv_dtype: str
-    ) -> None:
-        self._secret = secret
-        self._fingerprint_for = fingerprint_for
-        self._kv_dtype = kv_dtype
-
-    def id_of(self, layout: str, document_sha256: bytes) -> str:
-        """Return the id of a document in a prompt layout."""
-        return context_id_of(
-            self._secret,
-            model_fingerprint=self._fingerprint_for(layout, self._kv_dtype),
-            layout=layout,
-            document_sha256=document_sha256,
-        )
-
-    def is_ours(self, entry: Entry) -> bool:
-        """Tell whether a published context can be read by the served model.
-
-        Its stored numbers may be of another type than the setting: one that did not fit it.
-        """
-        kinds = ("float16", "bfloat16", "float32")
-        return entry.fingerprint in {self._fingerprint_for(entry.layout, kind) for kind in kinds}
 
 
 class Ingests:

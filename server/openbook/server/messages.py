@@ -13,7 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from openbook.server.catalog import Entry, Stage, State
 from openbook.server.errors import ArgumentInvalid, FieldNotSupported, ModelUnknown
-from openbook.server.identity import name_of
+from openbook.server.naming import name_of
 from openbook.v1 import contexts_pb2 as pb
 from openbook.worker import Finished, Model
 

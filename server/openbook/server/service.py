@@ -32,7 +32,6 @@ from openbook.server.errors import (
     MethodNotSupported,
     ReaderStalled,
 )
-from openbook.server.identity import parse_name
 from openbook.server.ingests import Ingests
 from openbook.server.logs import Log
 from openbook.server.messages import (
@@ -43,6 +42,7 @@ from openbook.server.messages import (
     page_size,
     refuse_unknown_fields,
 )
+from openbook.server.naming import parse_name
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import Finished, Model

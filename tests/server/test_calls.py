@@ -1,0 +1,90 @@
+"""Every call ends in time, by the caller's deadline or by the server's."""
+
+import time
+
+import grpc
+import pytest
+
+from openbook.v1 import contexts_pb2 as pb
+
+from .running import DOCUMENT, active, ask, ingest, refusal, text_of, until, upload
+
+
+def test_an_ask_without_a_deadline_gets_the_server_s(make_server):
+    server = make_server(ask_deadline_s=0.3)
+    context = active(server)
+    server.engine.gate.clear()
+    request = pb.AskRequest(context=context.name, question="who")
+    status, reason, details = refusal(lambda: server.stub.Ask(request))
+    assert (status, reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_PASSED")
+    assert details == {"limit_s": "0.3"}
+    server.engine.gate.set()
+    until(lambda: server.engine.asks[0].is_cancelled)
+    until(lambda: server.app.decode.asks_running == 0)
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+
+
+def test_a_caller_s_own_deadline_ends_the_work(server):
+    context = active(server)
+    server.engine.gate.clear()
+    request = pb.AskRequest(context=context.name, question="who")
+    with pytest.raises(grpc.RpcError) as raised:
+        list(server.stub.Ask(request, timeout=0.3))
+    assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: server.app.decode.asks_running == 0)
+    until(lambda: server.engine.asks[0].is_cancelled)
+
+
+def test_an_upload_that_never_ends_is_ended_and_leaves_nothing(make_server):
+    server = make_server(ingest_deadline_s=0.3)
+
+    def slow():
+        yield from upload(b"start")
+        time.sleep(2)
+
+    assert refusal(lambda: server.stub.IngestContext(slow()))[1] == "DEADLINE_PASSED"
+    assert list((server.data / "uploads").iterdir()) == []
+
+
+def test_an_upload_whose_caller_leaves_leaves_nothing(server):
+    def slow():
+        yield from upload(b"start")
+        time.sleep(1)
+
+    call = server.stub.IngestContext.future(slow())
+    until(lambda: list((server.data / "uploads").iterdir()))
+    call.cancel()
+    until(lambda: not list((server.data / "uploads").iterdir()))
+
+
+def test_a_watch_without_a_deadline_gets_the_server_s(make_server):
+    server = make_server(ingest_deadline_s=0.3)
+    server.reading.gate.clear()
+    context = ingest(server, DOCUMENT)
+    request = pb.WatchContextRequest(name=context.name)
+    assert refusal(lambda: server.stub.WatchContext(request))[1] == "DEADLINE_PASSED"
+
+
+def test_case_b58_a_message_over_4_mib_is_refused_and_the_server_lives(server):
+    context = active(server)
+    with pytest.raises(grpc.RpcError) as raised:
+        list(ask(server, context.name, "x" * ((4 << 20) + 1)))
+    assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+
+
+def test_random_bytes_as_a_request_are_refused_and_the_server_lives(server):
+    call = server.channel.unary_unary("/openbook.v1.ContextService/GetContext")
+    with pytest.raises(grpc.RpcError):
+        call(b"\xff\xfe\x00garbage")
+    assert server.stub.ListModels(pb.ListModelsRequest()).models
+
+
+def test_case_b60_a_client_may_ping_each_ten_seconds(server):
+    """The option that allows it; a real ten seconds belong to a slow test."""
+    from openbook.server.app import OPTIONS
+
+    options = dict(OPTIONS)
+    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.so_reuseport"] == 0

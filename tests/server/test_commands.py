@@ -1,0 +1,66 @@
+"""`openbook serve` refuses in one line with exit code 2, and shows its flags."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from openbook.server.commands import serve
+from openbook.server.identity import open_data_directory
+
+
+def invoke(*arguments, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("OPENBOOK_")]:
+        monkeypatch.delenv(name)
+    program = typer.Typer()
+    program.command()(serve)
+    return CliRunner().invoke(program, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "m"], "--data"),
+        (["--data", "DATA"], "--model"),
+        (["--data", "DATA", "--model", "m", "--listen", "0.0.0.0:1"], "loopback"),
+        (["--data", "DATA", "--model", "m", "--role", "gateway"], "'gateway' is not served yet"),
+        (["--data", "DATA", "--model", "m", "--threads", "0"], "--threads"),
+        (["--data", "OPEN", "--model", "m"], "open to other users"),
+        (["--data", "BUSY", "--model", "m"], "another server"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_in_one_line(
+    data, tmp_path, monkeypatch, arguments, words
+):
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").chmod(0o755)
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    monkeypatch.setattr("openbook.server.app.capture_libraries", lambda _: None)
+    places = {"DATA": data, "OPEN": tmp_path / "open", "BUSY": tmp_path / "busy"}
+    with open_data_directory(tmp_path / "busy"):
+        done = invoke(*[places.get(a, a) for a in arguments], monkeypatch=monkeypatch)
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("openbook: ") and words in line
+
+
+def test_help_names_every_flag_and_loads_no_model_library():
+    program = (
+        "import sys, typer\n"
+        "from openbook.server.commands import serve\n"
+        "app = typer.Typer(); app.command()(serve)\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('HEAVY', 'torch' in sys.modules or 'grpc' in sys.modules)"
+    )
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    flags = "role listen data model device dtype rope-scale threads redis-url kv-dtype plan"
+    for flag in flags.split():
+        assert f"--{flag}" in done.stdout, done.stdout + done.stderr
+    assert "HEAVY False" in done.stdout

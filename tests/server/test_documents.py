@@ -1,0 +1,115 @@
+"""An upload is whole, private and found again, or it leaves nothing."""
+
+import errno
+import os
+from hashlib import sha256
+
+import pytest
+
+from openbook.server.documents import Documents, Upload
+from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
+
+ID = "a" * 32
+OTHER = "b" * 32
+
+
+def record(context_id=ID, document=b"text", **changes):
+    fields = {
+        "context_id": context_id,
+        "layout": "chat",
+        "sha256": sha256(document).hexdigest(),
+        "bytes": len(document),
+        "received_unix_s": 1.0,
+    }
+    return Upload(**{**fields, **changes})
+
+
+def keep(documents, document=b"text", name="", **changes):
+    receiving = documents.receive()
+    receiving.write(document)
+    assert receiving.finish() == sha256(document).digest()
+    upload = record(document=document, **changes)
+    documents.keep(receiving, upload, display_name=name)
+    return upload
+
+
+def test_a_kept_upload_is_found_after_a_restart_with_private_files(data):
+    upload = keep(Documents(data, bytes_max=10), name="Light")
+    again = Documents(data, bytes_max=10)
+    assert again.pending() == [upload] and again.find(ID) == upload
+    assert again.read(upload) == b"text" and again.display_name(ID) == "Light"
+    modes = {path.stat().st_mode & 0o777 for path in data.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+
+
+def test_pending_uploads_come_oldest_first(data):
+    documents = Documents(data, bytes_max=10)
+    keep(documents, context_id=ID, received_unix_s=2.0)
+    keep(documents, context_id=OTHER, received_unix_s=1.0)
+    assert [upload.context_id for upload in documents.pending()] == [OTHER, ID]
+
+
+def test_an_upload_stops_at_the_limit_and_is_discarded(data):
+    documents = Documents(data, bytes_max=4)
+    receiving = documents.receive()
+    receiving.write(b"four")
+    with pytest.raises(DocumentOversized):
+        receiving.write(b"!")
+    receiving.discard()
+    receiving.discard()
+    assert list((data / "uploads").iterdir()) == []
+
+
+def test_a_full_disk_is_named_and_discarding_still_works(data, monkeypatch):
+    receiving = Documents(data, bytes_max=10).receive()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    receiving.write(b"text")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFull):
+        receiving.finish()
+    receiving.discard()
+    assert list((data / "uploads").iterdir()) == []
+
+
+def test_a_damaged_upload_is_not_read(data):
+    documents = Documents(data, bytes_max=10)
+    upload = keep(documents)
+    (data / "uploads" / f"{ID}.doc").write_bytes(b"texT")
+    with pytest.raises(UploadCorrupt):
+        documents.read(upload)
+    (data / "uploads" / f"{ID}.doc").unlink()
+    with pytest.raises(UploadCorrupt):
+        documents.read(upload)
+
+
+def test_a_failed_upload_keeps_its_reason_and_not_its_text(data):
+    documents = Documents(data, bytes_max=10)
+    documents.fail(keep(documents), reason="DOCUMENT_EMPTY", text="empty")
+    (failed,) = Documents(data, bytes_max=10).failed()
+    assert (failed.error_reason, failed.error_text) == ("DOCUMENT_EMPTY", "empty")
+    assert documents.pending() == [] and documents.find(ID) is None
+    assert not (data / "uploads" / f"{ID}.doc").exists()
+
+
+def test_attempts_are_counted_on_disk(data):
+    documents = Documents(data, bytes_max=10)
+    documents.count_attempts(keep(documents), 2)
+    assert Documents(data, bytes_max=10).pending()[0].attempts == 2
+
+
+def test_sweep_removes_what_makes_no_sense_and_keeps_the_rest(data):
+    documents = Documents(data, bytes_max=10)
+    upload = keep(documents)
+    uploads = data / "uploads"
+    (uploads / "0123.part").write_bytes(b"under way when we were killed")
+    (uploads / f"{OTHER}.doc").write_bytes(b"no record")
+    (uploads / ("c" * 32 + ".json")).write_text(record("c" * 32).model_dump_json())
+    (uploads / ("d" * 32 + ".json")).write_text('{"context_id": "x"}')
+    (uploads / ("e" * 32 + ".json")).write_text(record(ID).model_dump_json())
+    (uploads / "..json").write_text("")
+    assert documents.sweep() == 6
+    assert documents.pending() == [upload]
+    assert sorted(path.suffix for path in uploads.iterdir()) == [".doc", ".json"]

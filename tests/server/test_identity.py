@@ -1,0 +1,95 @@
+"""A data directory is private and has one owner; ids are stable and say nothing."""
+
+import os
+import subprocess
+import sys
+from hashlib import sha256
+
+import pytest
+
+from openbook.server.identity import (
+    DataDirectoryRefused,
+    context_id_of,
+    load_secret,
+    open_data_directory,
+)
+
+DIGEST = sha256(b"document").digest()
+
+
+def make_id(secret=b"s" * 32, fingerprint="model", layout="chat", digest=DIGEST):
+    return context_id_of(
+        secret, model_fingerprint=fingerprint, layout=layout, document_sha256=digest
+    )
+
+
+def test_a_new_data_directory_and_its_secret_are_private(tmp_path):
+    with open_data_directory(tmp_path / "a" / "data"):
+        first = load_secret(tmp_path / "a" / "data")
+    assert (tmp_path / "a" / "data").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "a" / "data" / "secret").stat().st_mode & 0o777 == 0o600
+    assert load_secret(tmp_path / "a" / "data") == first and len(first) == 32
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o704, 0o777])
+def test_a_data_directory_open_to_others_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(DataDirectoryRefused, match="open to other users"):
+        open_data_directory(tmp_path)
+
+
+def test_a_secret_open_to_others_or_cut_short_is_refused(data):
+    load_secret(data)
+    (data / "secret").chmod(0o644)
+    with pytest.raises(DataDirectoryRefused, match="open to other users"):
+        load_secret(data)
+    (data / "secret").chmod(0o600)
+    (data / "secret").write_bytes(b"short")
+    with pytest.raises(DataDirectoryRefused, match="32 bytes"):
+        load_secret(data)
+
+
+def test_a_file_is_no_data_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DataDirectoryRefused, match="not a directory"):
+            open_data_directory(path)
+
+
+def test_two_servers_never_share_a_data_directory(data):
+    with open_data_directory(data):
+        with pytest.raises(DataDirectoryRefused, match="another server"):
+            open_data_directory(data)
+    open_data_directory(data).close()
+
+
+def test_an_id_depends_on_secret_model_layout_and_document_alone():
+    ids = {
+        make_id(),
+        make_id(secret=b"t" * 32),
+        make_id(fingerprint="other"),
+        make_id(layout="completion"),
+        make_id(digest=sha256(b"document ").digest()),
+    }
+    assert len(ids) == 5 and make_id() == make_id()
+
+
+def test_an_id_does_not_confuse_neighbouring_parts():
+    assert make_id(fingerprint="ab", layout="c") != make_id(fingerprint="a", layout="bc")
+
+
+def test_case_b26_an_id_is_the_same_in_every_process():
+    program = (
+        "from hashlib import sha256; from openbook.server.identity import context_id_of\n"
+        "print(context_id_of(b's' * 32, model_fingerprint='model', layout='chat',"
+        " document_sha256=sha256(b'document').digest()))"
+    )
+    for seed in ("0", "1", "random"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == make_id()

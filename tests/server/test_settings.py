@@ -1,0 +1,89 @@
+"""Settings come from options, then the environment; a wrong one is one line without its value."""
+
+import pytest
+
+from openbook.server.settings import (
+    SettingsInvalid,
+    load_settings,
+    loopback_address,
+    unknown_variables,
+)
+
+NEEDED = {"data": "/tmp/x", "model": "m"}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in ("OPENBOOK_DATA", "OPENBOOK_MODEL", "OPENBOOK_LISTEN", "OPENBOOK_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_environment_is_read_and_an_option_wins(monkeypatch):
+    monkeypatch.setenv("OPENBOOK_DATA", "/tmp/env")
+    monkeypatch.setenv("OPENBOOK_MODEL", "env/model")
+    monkeypatch.setenv("OPENBOOK_THREADS", "3")
+    settings = load_settings({"model": "option/model", "listen": None})
+    assert str(settings.data) == "/tmp/env" and settings.model == "option/model"
+    assert settings.threads == 3 and settings.listen == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "--data"),
+        ({**NEEDED, "threads": "many"}, "--threads"),
+        ({**NEEDED, "threads": 0}, "--threads"),
+        ({**NEEDED, "dtype": "int4"}, "--dtype"),
+        ({**NEEDED, "kv_dtype": "int8"}, "--kv-dtype"),
+        ({**NEEDED, "plan": "guess"}, "--plan"),
+        ({**NEEDED, "rope_scale": float("nan")}, "--rope-scale"),
+        ({**NEEDED, "rope_scale": 0.5}, "--rope-scale"),
+        ({**NEEDED, "model": ""}, "--model"),
+        ({**NEEDED, "role": "gateway"}, "'gateway' is not served yet"),
+        ({**NEEDED, "role": "ingest"}, "'ingest' is not served yet"),
+        ({**NEEDED, "role": "decode"}, "'decode' is not served yet"),
+        ({**NEEDED, "role": "boss"}, "--role"),
+        ({**NEEDED, "unknown": 1}, "--unknown"),
+        ({**NEEDED, "redis_url": "http://:hunter2@host"}, "--redis-url"),
+        ({**NEEDED, "listen": "0.0.0.0:1"}, "only loopback"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_one_line(given, words):
+    with pytest.raises(SettingsInvalid) as refused:
+        load_settings(given)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_password_is_not_shown():
+    settings = load_settings({**NEEDED, "redis_url": "redis://:hunter2@127.0.0.1"})
+    assert "hunter2" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("listen", "bound"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("localhost:50051", "127.0.0.1:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("127.8.8.8:65535", "127.8.8.8:65535"),
+    ],
+)
+def test_loopback_addresses_are_served(listen, bound):
+    assert loopback_address(listen) == bound
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1", "127.0.0.1", "127.0.0.1:", ":50051",
+     "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:x", "unix:/tmp/s", "", "127.0.0.1:\u0661"],
+)  # fmt: skip
+def test_other_addresses_are_refused(listen):
+    with pytest.raises(ValueError):
+        loopback_address(listen)
+
+
+def test_a_variable_that_is_no_setting_is_found():
+    assert unknown_variables({"OPENBOOK_TREADS": "3", "OPENBOOK_MODEL": "m", "HOME": "/"}) == [
+        "OPENBOOK_TREADS"
+    ]
