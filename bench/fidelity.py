@@ -108,36 +108,58 @@ def read_passage(model: Model, passage: Passage, root: Path, settings: IngestSet
     return final
 
 
+@dataclass
+class Fidelity:
+    """Agreement and KL against an oracle, summed over tokens."""
+
+    tokens: int = 0
+    agreed: int = 0
+    kl: float = 0.0
+
+    def add(self, logits: Tensor, oracle: Tensor) -> None:
+        """Add one token: logits and the oracle's log-probabilities, both (vocabulary,)."""
+        self.tokens += 1
+        self.agreed += int(logits.argmax() == oracle.argmax())
+        self.kl += float((oracle.exp() * (oracle - logits.log_softmax(-1))).sum())
+
+    def means(self) -> dict[str, float]:
+        """Return the share of equal greedy choices and the mean KL(oracle ‖ ours) in nats."""
+        return {
+            "agreement": round(self.agreed / self.tokens, 5),
+            "kl": round(self.kl / self.tokens, 7),
+        }
+
+
 def budgeted(
-    model: Model, context: OpenedContext, passage: Passage, *, plan: Any, threads: int
-) -> tuple[list[Tensor], dict[str, float]]:
+    model: Model, context: OpenedContext, passage: Passage, oracle: Tensor, *, plan: Any
+) -> dict[str, dict[str, float]]:
     """Feed the following tokens one by one under every budget at once, as one batch.
 
-    Returns log-probabilities (tokens, vocabulary) per mode, and keys read per KV head and token.
+    Returns per mode the fidelity and the keys read per KV head and token.
     """
-    runner = Runner(model, Retrieval(threads=threads), clock=time.monotonic)
+    retrieval = Retrieval(threads=torch.get_num_threads())
+    runner = Runner(model, retrieval, clock=time.monotonic)
     sequences = [Sequence(model, context, budget=b, plan=plan) for b in MODES.values()]
-    rows: list[list[Tensor]] = [[] for _ in sequences]
+    sums = [Fidelity() for _ in MODES]
     started = time.monotonic()
     for count, token in enumerate(passage.next_ids.tolist()):
         logits = runner.run_tokens(sequences, [token] * len(sequences))
-        for row, one in zip(rows, logits.log_softmax(-1), strict=True):
-            row.append(one.half())
+        for fidelity, row in zip(sums, logits, strict=True):
+            fidelity.add(row, oracle[count])
         print(f"\rtoken {count + 1} ", end="", file=sys.stderr)
-    heads = model.shape.layers * model.shape.kv_heads
-    read = {
-        mode: sequence.cost.keys_read / sequence.cost.steps / heads
-        for mode, sequence in zip(MODES, sequences, strict=True)
-    }
-    each = (time.monotonic() - started) / len(passage.next_ids) / len(sequences)
-    cost = sequences[0].cost
+    seconds, cost = time.monotonic() - started, sequences[0].cost
     print(
-        f"\n{each * 1e3:.0f} ms a token; of a step, middle {cost.middle_s / cost.steps * 1e3:.0f} "
-        f"ms, device attention {cost.device_s / cost.steps * 1e3:.0f} ms; "
-        f"mass estimated {cost.mass_estimated / cost.steps:.3f}",
+        f"\na step of {len(MODES)} sequences: {seconds / cost.steps * 1e3:.0f} ms, "
+        f"of it middle {cost.middle_s / cost.steps * 1e3:.0f} ms and attention on the device "
+        f"{cost.device_s / cost.steps * 1e3:.0f} ms; mass estimated "
+        f"{cost.mass_estimated / cost.steps:.4f}",
         file=sys.stderr,
     )
-    return [torch.stack(row) for row in rows], read
+    reads = cost.steps * model.shape.layers * model.shape.kv_heads
+    return {
+        mode: {**fidelity.means(), "keys_read": round(sequence.cost.keys_read / reads, 2)}
+        for mode, fidelity, sequence in zip(MODES, sums, sequences, strict=True)
+    }
 
 
 class FullAttention:
@@ -166,12 +188,12 @@ class FullAttention:
         return partial.out.unsqueeze(0).to(q.dtype)
 
 
-def token_by_token(model: Model, passage: Passage) -> Tensor:
-    """Return full attention's log-probabilities (tokens, vocabulary), one step per token."""
-    handler, rows = FullAttention(model.shape.layers), []
+def token_by_token(model: Model, passage: Passage, oracle: Tensor) -> dict[str, float]:
+    """Return the fidelity of full attention to itself when each token is a step of its own."""
+    handler, noise = FullAttention(model.shape.layers), Fidelity()
     with torch.inference_mode():
         feed, first = torch.from_numpy(passage.context_ids.astype(np.int64)), 0
-        for token in [None, *passage.next_ids.tolist()]:
+        for count, token in enumerate([None, *passage.next_ids.tolist()]):
             ids = feed if token is None else torch.tensor([token])
             positions = torch.arange(first, first + len(ids)).unsqueeze(0)
             logits = model.module(
@@ -183,8 +205,8 @@ def token_by_token(model: Model, passage: Passage) -> Tensor:
             ).logits[0, -1]
             first += len(ids)
             if token is not None:
-                rows.append(logits.log_softmax(-1).half())
-    return torch.stack(rows)
+                noise.add(logits, oracle[count - 1])
+    return noise.means()
 
 
 def one_block(model: Model, passage: Passage) -> Tensor:
@@ -201,13 +223,6 @@ def one_block(model: Model, passage: Passage) -> Tensor:
     module.set_attn_implementation(NAME)
     oracle: Tensor = logits.log_softmax(-1)
     return oracle
-
-
-def compare(ours: Tensor, oracle: Tensor) -> dict[str, float]:
-    """Return the share of equal greedy choices and the mean KL(oracle ‖ ours) in nats."""
-    kl = (oracle.exp() * (oracle - ours.float())).sum(-1)
-    agreement = (ours.argmax(-1) == oracle.argmax(-1)).float().mean()
-    return {"agreement": round(float(agreement), 5), "kl": round(float(kl.mean()), 7)}
 
 
 def main() -> None:
@@ -237,19 +252,13 @@ def main() -> None:
     settings = IngestSettings(
         layout=arguments.layout, kv_dtype=arguments.kv_dtype, threads=arguments.threads
     )
+    oracle = one_block(model, passage)
     with tempfile.TemporaryDirectory() as root:
         path = read_passage(model, passage, Path(root), settings)
         context = OpenContexts(model, clock=time.monotonic).open(path, path.name)
-        rows, read = budgeted(
-            model, context, passage, plan=arguments.plan, threads=arguments.threads
-        )
+        results = budgeted(model, context, passage, oracle, plan=arguments.plan)
         context.close()
-    oracle = one_block(model, passage)
-    results = {
-        mode: {**compare(row, oracle), "keys_read": round(read[mode], 2)}
-        for mode, row in zip(MODES, rows, strict=True)
-    }
-    results["noise"] = compare(token_by_token(model, passage), oracle)
+    results["noise"] = token_by_token(model, passage, oracle)
     print(f"{len(passage.context_ids)} context tokens, {arguments.predict} predicted")
     print(f"{'':12} {'agreement':>9} {'KL':>10} {'keys read':>9}")
     for mode, row in results.items():

@@ -96,6 +96,12 @@ def test_case_b10_refuses_9_over_2(tmp_path) -> None:
     assert raised.value.model == tmp_path.name
 
 
+def test_case_b10_refuses_9_over_2_in_any_configuration() -> None:
+    config = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=2)
+    with pytest.raises(UnsupportedModel, match="9 query heads .* 2 KV heads"):
+        check_config(config, "tiny")
+
+
 @pytest.mark.parametrize("rope_type", STEADY_ROPE)
 def test_case_b13_serves_rope_that_does_not_see_the_length(tiny_model, rope_type) -> None:
     model = tiny_model(rope_parameters=rope(rope_type, STEADY_ROPE[rope_type]))

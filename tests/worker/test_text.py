@@ -116,6 +116,13 @@ def test_first_space_is_dropped_once_by_decoders_that_drop_it() -> None:
     assert all(REPLACEMENT not in piece for piece in pieces)
 
 
+def test_a_hidden_token_between_words_costs_no_space() -> None:
+    tokenizer = bytes_tokenizer("fallback")
+    tokenizer.add_special_tokens(["<mark>"])
+    mark = tokenizer.token_to_id("<mark>")
+    assert "".join(stream(tokenizer, [257, mark, 257])) == "a a"
+
+
 def test_case_b53_special_tokens_are_not_shown(tiny_model) -> None:
     tokenizer = tiny_model().vocabulary.marked
     ids = tokenizer.encode("the light", add_special_tokens=False).ids

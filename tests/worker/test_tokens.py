@@ -83,6 +83,14 @@ def test_offsets_cover_the_document_in_order_without_gaps(tiny_model, layout) ->
     assert (np.diff(own, axis=0) >= 0).all()
 
 
+def test_offsets_keep_the_spaces_that_a_post_processor_would_trim(tiny_directory) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_directory())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    text = "a the light"
+    offsets = document_tokens(Speaker(tokenizer), text.encode(), COMPLETION).offsets
+    assert (offsets[1:, 0] == offsets[:-1, 1]).all() and offsets[-1, 1] == len(text)
+
+
 def test_chat_ids_equal_the_template_rendered_whole(smollm2: Model) -> None:
     document, question = "The light is old.", "How old is it?"
     rendered = (

@@ -18,7 +18,7 @@ from openbook.indexstore import _attend, _search
 from openbook.indexstore.head import AttendRequest, AttendResult, Budget, HeadIndex, HeadPlan
 
 SEEDS_PER_HEAD = 8  # best clusters of each query head whose entries a walk starts from
-SLACK_SPREADS = 2.5  # a walk skips keys whose cluster lies this many spreads below the k-th best
+SLACK_SPREADS = 3.0  # a walk skips keys whose cluster lies this many spreads below the k-th best
 EXACT_ROWS = 64  # query rows per task of the exact scan: their state stays in L2
 
 
