@@ -80,6 +80,7 @@ def test_a_published_context_whose_upload_was_not_removed_yet_is_active(make_ser
     server = make_server()
     server.reading.gate.clear()
     name = ingest(server).name
+    until(lambda: server.reading.calls)
     shutil.copytree(server.data / "uploads", server.data / "kept")
     server.reading.gate.set()
     settle(server, name)

@@ -1,6 +1,7 @@
 """`openbook serve` refuses in one line with exit code 2, and shows its flags."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -30,6 +31,7 @@ def invoke(*arguments, monkeypatch):
         (["--data", "DATA", "--model", "m", "--threads", "0"], "--threads"),
         (["--data", "OPEN", "--model", "m"], "open to other users"),
         (["--data", "BUSY", "--model", "m"], "another server"),
+        (["--data", "DATA", "--model", "m", "--listen", "TAKEN"], "in use"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused_in_one_line(
@@ -40,7 +42,11 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     monkeypatch.setattr("openbook.server.app.capture_libraries", lambda _: None)
     places = {"DATA": data, "OPEN": tmp_path / "open", "BUSY": tmp_path / "busy"}
-    with open_data_directory(tmp_path / "busy"):
+    with (
+        open_data_directory(tmp_path / "busy"),
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
+        places["TAKEN"] = f"127.0.0.1:{taken.getsockname()[1]}"
         done = invoke(*[places.get(a, a) for a in arguments], monkeypatch=monkeypatch)
     assert done.exit_code == 2
     (line,) = done.stderr.strip().splitlines()

@@ -254,14 +254,18 @@ class _Signals:
 
 
 def bind(server: grpc.aio.Server, listen: str) -> str:
-    """Bind a server and return HOST:PORT with the port that was taken. Raises StartRefused."""
+    """Bind a server and return HOST:PORT with the port that was taken. Raises StartRefused.
+
+    The address is tried by itself first: grpc says its own words on stderr when it cannot bind.
+    """
+    host, _, wanted = listen.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:
+        socket.create_server((host.strip("[]"), int(wanted)), family=family).close()
         port = server.add_insecure_port(listen)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise StartRefused(f"the address {listen} cannot be bound; is it in use?")
-    return f"{listen.rpartition(':')[0]}:{port}"
+    except (OSError, RuntimeError) as error:
+        raise StartRefused(f"the address {listen} cannot be bound; is it in use?") from error
+    return f"{host}:{port}"
 
 
 async def _start_valkey(data: Path, log: Log) -> EmbeddedValkey:

@@ -1,0 +1,253 @@
+"""`openbook serve` as a process, with a tiny real model: ingest, ask, kill, ask again, damage.
+
+Owns the promises that need the real worker behind the real server. The server's own tests cover
+its refusals one by one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from openbook.v1 import contexts_pb2 as pb
+from openbook.v1 import contexts_pb2_grpc as rpcs
+
+START_S = 120.0  # importing the model libraries on a busy machine
+DOCUMENT = " ".join(
+    f"On day {day} the keeper of the light counted {day * 7919 % 997} ships." for day in range(120)
+).encode()
+COMMAND = "import typer; from openbook.server.commands import serve; typer.run(serve)"
+
+
+def _worker_fixtures() -> ModuleType:
+    """Load the tiny models of the worker's tests."""
+    path = Path(__file__).parents[1] / "worker" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Served:
+    """One `openbook serve` process and a channel to it."""
+
+    def __init__(self, model: Path, data: Path, log: Path) -> None:
+        self.data = data
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, "--listen", "127.0.0.1:0", "--data", str(data),
+                 "--model", str(model), "--threads", "1"],
+                stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        match = re.fullmatch(r"openbook ready on (\S+)\n", line)
+        assert match is not None, (line, log.read_text())
+        self.address = match[1]
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub = rpcs.ContextServiceStub(self.channel)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        self.channel.close()
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def ingest(self, document: bytes = DOCUMENT) -> pb.Context:
+        """Ingest and wait for the end."""
+
+        def messages() -> Iterator[pb.IngestContextRequest]:
+            metadata = pb.IngestContextRequest.Metadata(
+                display_name="Light", prompt_layout=pb.PROMPT_LAYOUT_COMPLETION
+            )
+            yield pb.IngestContextRequest(metadata=metadata)
+            yield pb.IngestContextRequest(chunk=document)
+
+        name = self.stub.IngestContext(messages(), timeout=60).context.name
+        *_, last = self.stub.WatchContext(pb.WatchContextRequest(name=name), timeout=120)
+        return last.context
+
+    def ask(self, name: str, **fields: object) -> tuple[str, pb.AskFinal]:
+        """Ask and return the whole answer."""
+        fields = {"question": "How many ships?", "max_tokens": 12, **fields}
+        *deltas, last = self.stub.Ask(pb.AskRequest(context=name, **fields), timeout=120)
+        return "".join(delta.delta for delta in deltas), last.final
+
+    def tokens_forwarded(self) -> int:
+        """Return the model's own count."""
+        (model,) = self.stub.ListModels(pb.ListModelsRequest()).models
+        return model.tokens_forwarded
+
+    def refusal(self, name: str) -> tuple[grpc.StatusCode, str]:
+        """Return status and reason of an ask that must fail before its first token."""
+        with pytest.raises(grpc.RpcError) as raised:
+            self.ask(name)
+        status = rpc_status.from_call(raised.value)
+        info = error_details_pb2.ErrorInfo()
+        assert status is not None and status.details[0].Unpack(info)
+        return raised.value.code(), info.reason
+
+
+@pytest.fixture(scope="module")
+def tiny_model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _worker_fixtures().save_tiny(tmp_path_factory.mktemp("tiny"), "llama", 4, 2)
+
+
+@pytest.fixture
+def serve(tiny_model_directory: Path, tmp_path: Path) -> Iterator[Callable[[], Served]]:
+    """Return `() -> Served` over one data directory; what still runs is killed with the test."""
+    started: list[Served] = []
+
+    def start() -> Served:
+        served = Served(tiny_model_directory, tmp_path / "data", tmp_path / "log")
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            served.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def served(
+    tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server for the tests that do not end it."""
+    folder = tmp_path_factory.mktemp("served")
+    process = Served(tiny_model_directory, folder / "data", folder / "log")
+    yield process
+    assert process.end() == 0
+
+
+def test_a_context_answers_the_same_after_kill_9_without_a_second_prefill(
+    serve: Callable[[], Served],
+) -> None:
+    first = serve()
+    context = first.ingest()
+    assert context.state == pb.CONTEXT_STATE_ACTIVE, context.error
+    assert context.token_count > 1000  # there is a middle, so there are graphs
+    answer, final = first.ask(context.name)
+    again, _ = first.ask(context.name)
+    exact, _ = first.ask(context.name, budget=pb.Budget(exact=pb.Budget.Exact()))
+    assert answer == again and final.receipt.tokens_reused == context.token_count
+    before = first.tokens_forwarded()
+    assert first.ingest().name == context.name
+    assert first.tokens_forwarded() == before
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    second = serve()
+    assert second.tokens_forwarded() == 0
+    answer_after, final_after = second.ask(context.name)
+    assert answer_after == answer
+    prefilled = final_after.receipt.tokens_prefilled
+    assert prefilled == final_after.usage.question_tokens
+    assert second.tokens_forwarded() <= prefilled + 12
+    assert second.ask(context.name, budget=pb.Budget(exact=pb.Budget.Exact()))[0] == exact
+    _assert_sigterm_lets_a_running_answer_end(second, context.name)
+    assert "keeper" not in second.log.read_text() and "How many" not in second.log.read_text()
+
+
+def _assert_sigterm_lets_a_running_answer_end(served: Served, name: str) -> None:
+    request = pb.AskRequest(context=name, question="How many?", max_tokens=200)
+    answer = iter(served.stub.Ask(request, timeout=60))
+    next(answer)
+    served.process.send_signal(signal.SIGTERM)
+    *_, last = answer
+    assert last.final.usage.answer_tokens > 1
+    assert served.process.wait(60) == 0
+    assert not (served.data / "valkey.sock").exists()
+    served.end()
+
+
+def test_damage_is_refused_before_the_first_token_and_the_server_lives(served: Served) -> None:
+    sound = served.ingest(DOCUMENT + b" The end.")
+    sound_answer = served.ask(sound.name)
+    files = ["manifest.json", "tokens.mdb", "layer-000.mdb", "layer-001.mdb"]
+    for file in files:
+        for damage in (_flip, _truncate):
+            context = served.ingest()
+            served.ask(context.name)
+            folder = served.data / "contexts" / "local" / context.name.removeprefix("contexts/")
+            damage(folder / file)
+            assert served.refusal(context.name)[0] == grpc.StatusCode.DATA_LOSS, (file, damage)
+    assert served.ask(sound.name)[0] == sound_answer[0]
+    healed = served.ingest()
+    assert served.ask(healed.name)[1].usage.answer_tokens > 0
+
+
+def test_asks_at_once_answer_as_they_do_alone(served: Served) -> None:
+    context = served.ingest()
+    questions = [f"How many ships on day {day}?" for day in range(4)]
+    alone = [served.ask(context.name, question=question)[0] for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda q: served.ask(context.name, question=q)[0], questions))
+    assert together == alone
+
+
+def test_a_cancelled_answer_stops_the_model(served: Served) -> None:
+    context = served.ingest()
+    request = pb.AskRequest(context=context.name, question="How many?", max_tokens=2000)
+    answer = served.stub.Ask(request)
+    next(iter(answer))
+    answer.cancel()
+    time.sleep(1.0)
+    stopped_at = served.tokens_forwarded()
+    time.sleep(1.0)
+    assert served.tokens_forwarded() == stopped_at
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [(b"", "DOCUMENT_EMPTY"), (b" \n\t", "DOCUMENT_EMPTY"), (b"caf\xe9", "DOCUMENT_NOT_TEXT"),
+     (b"word " * 9000, "DOCUMENT_TOO_LONG")],
+)  # fmt: skip
+def test_a_document_that_cannot_be_read_fails_by_name(
+    served: Served, document: bytes, reason: str
+) -> None:
+    context = served.ingest(document)
+    assert (context.state, context.error.reason) == (pb.CONTEXT_STATE_FAILED, reason)
+    assert served.refusal(context.name) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
+def test_a_missing_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "--data", str(tmp_path / "data"), "--listen",
+         "127.0.0.1:0", "--model", str(tmp_path / "nothing.gguf")],
+        capture_output=True, text=True, timeout=START_S,
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert (done.returncode, len(lines)) == (2, 1), done.stderr
+    assert lines[0].startswith("openbook: ") and "model" in lines[0]
+
+
+def _flip(path: Path) -> None:
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _truncate(path: Path) -> None:
+    path.chmod(0o600)
+    os.truncate(path, path.stat().st_size - 4096)
