@@ -19,12 +19,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from openbook.indexstore.head import EXACT, Budget
+from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.head import EXACT, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.plan import plan_head
 from openbook.worker import decode, window
-from openbook.worker.decode import BLOCK_TOKENS, Runner, Sequence
+from openbook.worker.capture import exact_top_k
+from openbook.worker.decode import BLOCK_TOKENS, Runner, Sequence, Step
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenContexts, OpenedContext
 from openbook.worker.retrieval import Retrieval
+from openbook.worker.window import Window
 
 LENGTHS = [1, 2, 127, 128, 129, 511, 512, 513, 639, 640, 641, 642, 741, 742, 3000]
 HEADS = [(9, 3), (32, 8), (12, 12)]
@@ -326,3 +330,54 @@ def test_a_float16_store_stays_close_to_float32(
     )
     difference = float((half - full).abs().max())
     assert 0 < difference < 0.05
+
+
+@dataclass
+class NumberedContext:
+    """A context of `token_count` tokens whose every value is its KV head's number."""
+
+    token_count: int
+    window: Window
+    heads: tuple[tuple[HeadIndex, ...], ...]
+    plan: tuple[tuple[HeadPlan, ...], ...]
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (32, 8), (28, 4), (12, 12)])
+@pytest.mark.parametrize("budget", [EXACT, Budget(keys=10), Budget(keys=10, estimate=False)])
+def test_case_b10_every_part_maps_query_heads_alike(
+    heads: tuple[int, int], budget: Budget, tiny_model: Tiny
+) -> None:
+    """Query head h gets h // group out of window, middle and tail alike, merged."""
+    query_heads, kv_heads = heads
+    model, rng = tiny_model("llama", *heads), np.random.default_rng(0)
+    numbers = np.arange(kv_heads, dtype=np.float32)
+    keys = rng.standard_normal((kv_heads, 1000, 16)).astype(np.float32)
+    values = np.broadcast_to(numbers[:, None, None], keys.shape).copy()
+    middle = slice(128, 488)
+    queries = rng.standard_normal((50, 16)).astype(np.float32)
+    indexes = tuple(
+        build_head(
+            keys[head, middle].copy(),
+            values[head, middle].copy(),
+            queries,
+            exact_top_k(torch.from_numpy(queries), torch.from_numpy(keys[head, middle]), 20),
+            params=IndexParams(),
+        )
+        for head in range(kv_heads)
+    )
+    pinned = torch.from_numpy(np.delete(keys, middle, axis=1))
+    shown = torch.from_numpy(np.delete(values, middle, axis=1))
+    fake: Any = NumberedContext(
+        1000,
+        Window(1000, [pinned], [shown], [640]),
+        (indexes,),
+        (tuple(plan_head(360) for _ in indexes),),
+    )
+    sequences = [Sequence(model, fake, budget=budget) for _ in range(2)]
+    retrieval = Retrieval(threads=1)
+    step = Step(sequences, 1, is_question=False, retrieval=retrieval, clock=time.monotonic)
+    q, k = torch.randn(2, query_heads, 1, 16), torch.randn(2, kv_heads, 1, 16)
+    v = torch.from_numpy(numbers).view(1, -1, 1, 1).expand_as(k)
+    out = step.attend(0, q, k, v, scaling=0.25)
+    want = (torch.arange(query_heads) // (query_heads // kv_heads)).float()
+    assert torch.allclose(out, want.view(1, -1, 1, 1).expand_as(out), atol=1e-4)
