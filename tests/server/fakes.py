@@ -172,6 +172,7 @@ class FakeEngine:
         self.open_gate = threading.Event()
         self.open_gate.set()
         self.crash: BaseException | None = None
+        self.explosion: type[BaseException] = RuntimeError
         self.asks: list[FakeAsk] = []
         self._model = model
         self._live: dict[Path, tuple[Any, list[int]]] = {}
@@ -197,7 +198,7 @@ class FakeEngine:
     def submit(self, spec: Any, context: FakeOpened, on_event: Callable[[Any], None]) -> FakeAsk:
         """Queue an ask."""
         if spec.question.startswith("explode"):
-            raise RuntimeError(f"about {spec.question}")
+            raise self.explosion(f"about {spec.question}")
         ask = FakeAsk(spec, context.hold(), on_event)
         with self._lock:
             self.asks.append(ask)
@@ -226,7 +227,7 @@ class FakeEngine:
             return
         if ask.spec.question.startswith("fail"):
             ask.is_cancelled = True
-            ask.on_event(worker.Failed(RuntimeError(f"about {ask.spec.question}")))
+            ask.on_event(worker.Failed(self.explosion(f"about {ask.spec.question}")))
             return
         ask.on_event(worker.Delta(f"{ask.question_ids[0]}-{ask.tokens} "))
         ask.tokens += 1

@@ -1,11 +1,14 @@
 """Every call ends in time, by the caller's deadline or by the server's."""
 
+import threading
 import time
 
 import grpc
 import pytest
 
+from openbook.server.app import OPTIONS
 from openbook.v1 import contexts_pb2 as pb
+from openbook.v1 import contexts_pb2_grpc as rpcs
 
 from .running import DOCUMENT, active, ask, ingest, refusal, text_of, until, upload
 
@@ -80,11 +83,25 @@ def test_random_bytes_as_a_request_are_refused_and_the_server_lives(server):
     assert server.stub.ListModels(pb.ListModelsRequest()).models
 
 
-def test_case_b60_a_client_may_ping_each_ten_seconds(server):
-    """The option that allows it; a real ten seconds belong to a slow test."""
-    from openbook.server.app import OPTIONS
-
+def test_the_server_s_options_let_clients_ping_and_share_no_port():
     options = dict(OPTIONS)
-    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.so_reuseport"] == 0
+
+
+@pytest.mark.slow
+def test_case_b60_a_client_that_pings_each_ten_seconds_keeps_its_call(server):
+    server.reading.gate.clear()
+    context = ingest(server)
+    options = [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with grpc.insecure_channel(server.address, options=options) as channel:
+        request = pb.WatchContextRequest(name=context.name)
+        watching = iter(rpcs.ContextServiceStub(channel).WatchContext(request, timeout=120))
+        next(watching)
+        threading.Timer(65.0, server.reading.gate.set).start()
+        *_, last = watching
+    assert last.context.state == pb.CONTEXT_STATE_ACTIVE

@@ -1,11 +1,17 @@
 """Answers stream side by side, end when their readers leave, and are bounded in number."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from openbook.server import service
+from openbook.server.decode_worker import AnswerStream
+from openbook.server.errors import ReaderStalled
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
+from openbook.worker import Delta, Failed
 
 from .running import DOCUMENT, active, ask, refusal, text_of, until
 
@@ -95,10 +101,53 @@ def test_a_failing_engine_ends_every_answer_and_health_says_so(server):
 
 
 @pytest.mark.parametrize("question", ["explode now", "fail now"])
-def test_an_unexpected_error_is_internal_with_a_fixed_text(server, question):
+@pytest.mark.parametrize(
+    "explosion", [RuntimeError, MemoryError, asyncio.CancelledError, SystemExit]
+)
+def test_case_b61_an_unexpected_error_is_answered_with_a_fixed_text(server, question, explosion):
     context = active(server)
+    server.engine.explosion = explosion
     with pytest.raises(grpc.RpcError) as raised:
         list(ask(server, context.name, question))
-    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
     assert "now" not in raised.value.details()
     assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+
+
+def test_an_answer_that_nobody_takes_is_bounded(monkeypatch):
+    monkeypatch.setattr("openbook.server.decode_worker.EVENTS_MAX", 3)
+
+    async def run():
+        stream = AnswerStream(asyncio.get_running_loop())
+        for i in range(5):
+            stream.push(Delta(str(i)))
+        await asyncio.sleep(0.01)
+        assert await stream.next() == "012"
+        with pytest.raises(ReaderStalled):
+            await stream.next()
+
+    asyncio.run(run())
+
+
+def test_pieces_that_wait_go_out_as_one_message_before_the_end():
+    async def run():
+        stream = AnswerStream(asyncio.get_running_loop())
+        for event in (Delta("a"), Delta("b"), Failed(ValueError("x"))):
+            stream.push(event)
+        await asyncio.sleep(0.01)
+        assert await stream.next() == "ab"
+        with pytest.raises(ValueError):
+            await stream.next()
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(service, "STALL_S", 0.05)
+
+    class Stalled:
+        async def write(self, _message):
+            await asyncio.sleep(60)
+
+    with pytest.raises(ReaderStalled):
+        asyncio.run(service._write(Stalled(), "text"))

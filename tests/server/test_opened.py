@@ -72,6 +72,16 @@ def test_a_manifest_of_another_context_is_refused(server):
     assert text_of(ask(server, other.name, max_tokens=1)) == "who-0 "
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_manifest_that_is_no_file_is_refused_and_healed(server, make):
+    context = active(server)
+    path = directory(server, context) / "manifest.json"
+    path.unlink()
+    make(path)
+    assert refusal(lambda: ask(server, context.name))[0] == grpc.StatusCode.DATA_LOSS
+    assert active(server).name == context.name
+
+
 def test_damage_found_at_start_is_listed_as_failed(make_server):
     server = make_server()
     context, other = active(server), active(server, b"another")

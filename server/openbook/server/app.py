@@ -65,7 +65,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # Clients may ping every 10 s while a long reading sends nothing.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 

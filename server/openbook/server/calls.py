@@ -51,9 +51,9 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
             answer = await _in_time(self, handler, request, rpc)
             status = "OK"
             return answer
-        except asyncio.CancelledError:
-            raise  # the caller is gone or its deadline passed: grpc must know that we stopped
-        except Exception as error:
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise  # the caller is gone or its deadline passed: grpc must know that we stopped
             wire = describe(error)
             status = wire.reason
             if is_fault(error):
@@ -66,6 +66,16 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
         raise AssertionError("abort always raises")
 
     return call
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Tell whether this call was cancelled; a CancelledError of someone else's is a fault.
+
+    Let out of a handler, one that nobody asked for leaves its caller waiting for ever.
+    """
+    task = asyncio.current_task()
+    is_asked_for = task is not None and task.cancelling() > 0
+    return isinstance(error, asyncio.CancelledError) and is_asked_for
 
 
 async def abort(rpc: Rpc, wire: WireError) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from openbook.server.errors import AsksFull, EngineStopped, ReaderStalled
 from openbook.server.logs import Log, fault_fields
-from openbook.server.opened import OpenedContexts
+from openbook.server.opened import OpenedContexts, in_thread
 from openbook.worker import (
     AnswerEvent,
     Ask,
@@ -172,9 +172,7 @@ class DecodeWorker:
 
     async def _submit(self, spec: AskSpec, claim: OpenedContext, stream: AnswerStream) -> Ask:
         """Hand an ask to the engine in a thread, because that tokenises the question."""
-        submitting = asyncio.create_task(
-            asyncio.to_thread(self._engine.submit, spec, claim, stream.push)
-        )
+        submitting = asyncio.create_task(in_thread(self._engine.submit, spec, claim, stream.push))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:

@@ -8,12 +8,14 @@ in threads. It knows nothing of gRPC.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from openbook.indexstore.errors import ContextMissing
+from openbook.indexstore.errors import ContextMissing, ShardCorrupt
 from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
@@ -183,7 +185,12 @@ class Ingests:
 
     def _bury(self, context_id: str) -> None:
         """Remove what is published under an id, if anything is. Raises the store's errors."""
+        path = self._tenant_root / context_id
         try:
-            delete(self._tenant_root / context_id, self._trash)
+            delete(path, self._trash)
         except ContextMissing:
             return
+        except ShardCorrupt:
+            self._trash.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Its manifest is no file at all, so that nobody can hold it: the next sweep takes it.
+            os.rename(path, self._trash / uuid.uuid4().hex)

@@ -8,13 +8,18 @@ nothing of what an open context is: the engine opens and closes it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from openbook.indexstore.store import open_context
-from openbook.server.errors import ContextInUse, OpenedFull
+from openbook.server.errors import ContextInUse, EngineStopped, OpenedFull
 from openbook.server.leases import LeaseKeeper
 from openbook.worker import Engine, OpenedContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # What a file is known by: name, inode, bytes, and when content and inode last changed. Whoever
 # changes a file changes its stamp, short of setting the machine's clock back.
@@ -94,7 +99,7 @@ class OpenedContexts:
             await self._look_again(slot)
         if slot.kept is None:
             self._make_room(slot)
-        claim = await asyncio.to_thread(self._engine.open, slot.path, slot.context_id)
+        claim = await in_thread(self._engine.open, slot.path, slot.context_id)
         if slot.kept is None and self._slots.get(slot.context_id) is slot:
             slot.kept = claim.hold()
             self._keeper.want(slot.context_id)
@@ -135,6 +140,20 @@ class OpenedContexts:
         if slot.kept is not None:
             slot.kept.close()
             slot.kept = None
+
+
+async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run the engine's function in a thread; a SystemExit in it must not end the event loop."""
+
+    def call() -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise EngineStopped() from error
+
+    return await asyncio.to_thread(call)
 
 
 async def _uncancelled(opening: asyncio.Task[OpenedContext]) -> OpenedContext:

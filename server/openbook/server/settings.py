@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "OPENBOOK_"
+CLIENT_VARIABLES = {"OPENBOOK_SERVER", "OPENBOOK_TOKEN"}  # may well be set in the same shell
 ROLES_SERVED = ("all",)
 ROLES_PLANNED = ("gateway", "ingest", "decode")
 
@@ -100,7 +101,7 @@ def load_settings(given: Mapping[str, object]) -> Settings:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the names in `environ` that look like settings and are none."""
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    known = CLIENT_VARIABLES | {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
 
 
