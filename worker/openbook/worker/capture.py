@@ -24,7 +24,7 @@ SAMPLE_MIN = 256
 SAMPLE_SHARE = 0.125  # of the positions, until SAMPLE_MAX
 DECODE_SPREAD = 512  # training queries are turned to n ± this: question, answer and their start
 GOLDEN = 0.6180339887498949  # multiples of it, modulo one, fill an interval evenly
-TILE_BYTES_MAX = 24 << 20  # of scores at once; the ingest's memory promise counts on it
+TILE_BYTES_MAX = 12 << 20  # of scores at once, per thread; the memory promise counts on it
 
 
 def sample_positions(token_count: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -248,10 +249,15 @@ def _layer_records(
     queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
-    heads = tuple(
-        _head(keys[head, span], values[head, span], grouped[head], params=settings.params)
-        for head in range(kv_heads)
-    )
+    with ThreadPoolExecutor(settings.threads) as pool:  # the kernels release the GIL
+        heads = tuple(
+            pool.map(
+                lambda head: _head(
+                    keys[head, span], values[head, span], grouped[head], params=settings.params
+                ),
+                range(kv_heads),
+            )
+        )
     probes = np.arange(token_count - PROBES, token_count)
     probe_queries = rotated_queries(captured.q, probes, turn).cpu().numpy()
     plan = tuple(plan_head(len(middle)) for _ in heads)
