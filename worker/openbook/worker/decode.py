@@ -144,14 +144,17 @@ class Step:
             results = self._retrieval.attend(requests)
             answered = self._clock()
             self._middle_s += answered - launched
+            started += answered - launched  # what is left is the device's
             for i, result in zip(asking, results, strict=True):
-                partials[i] = merge([partials[i], to_partial(result, q.device)])
+                partials[i].append(to_partial(result, q.device))
                 if not self._is_question:
                     self._found[i].results.append(result)
-                    self._found[i].lses.append(partials[i].lse)
-            launched += self._clock() - answered  # the merge is the device's
-        out = torch.stack([partial.out for partial in partials]).to(q.dtype)
-        self._device_s += launched - started
+        merged = [merge(parts) for parts in partials]
+        for found, whole in zip(self._found, merged, strict=True):
+            if found.results:
+                found.lses.append(whole.lse)
+        out = torch.stack([whole.out for whole in merged]).to(q.dtype)
+        self._device_s += self._clock() - started
         return out
 
     def finish(self) -> None:
@@ -186,10 +189,10 @@ class Step:
 
     def _device_partials(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float
-    ) -> list[Partial]:
+    ) -> list[list[Partial]]:
         """Attend to the windows, one product per distinct window, and to each tail."""
         windows = self._window_partials(layer, q, scaling)
-        merged = []
+        partials = []
         for i, sequence in enumerate(self._sequences):
             past = sequence.tail.length
             tail_keys, tail_values = sequence.tail.append(layer, k[i], v[i])
@@ -198,11 +201,12 @@ class Step:
                 parts.append(attend_keys(q[i], tail_keys, tail_values, scaling=scaling))
             else:
                 # Row r of the block sees all of the tail before it and rows 0..r of the block.
-                before = tail_keys[:, :past], tail_values[:, :past]
-                parts.append(attend_keys(q[i], *before, scaling=scaling))
+                if past:
+                    before = tail_keys[:, :past], tail_values[:, :past]
+                    parts.append(attend_keys(q[i], *before, scaling=scaling))
                 parts.append(attend_keys(q[i], k[i], v[i], scaling=scaling, is_causal=True))
-            merged.append(merge(parts))
-        return merged
+            partials.append(parts)
+        return partials
 
     def _window_partials(self, layer: int, q: Tensor, scaling: float) -> list[Partial]:
         if len(self._sequences) == 1:

@@ -43,22 +43,32 @@ def merge(partials: Sequence[Partial]) -> Partial:
     """
     if not partials:
         raise ValueError("merge needs at least one partial, got none")
+    if len(partials) == 1:
+        return Partial(partials[0].out.float(), partials[0].lse.float())
+    lses = torch.stack([partial.lse for partial in partials]).float()  # (partials, heads, rows)
+    is_empty = torch.isneginf(lses)
+    if bool(is_empty.any()):
+        return _merge_some_empty(partials)
+    outs = torch.stack([partial.out for partial in partials]).float()
+    lse = torch.logsumexp(lses, dim=0)
+    return Partial((outs * torch.exp(lses - lse).unsqueeze(-1)).sum(dim=0), lse)
+
+
+def _merge_some_empty(partials: Sequence[Partial]) -> Partial:
+    """Merge one by one, some heads or rows of some partials being empty."""
     first, *others = partials
     merged = Partial(first.out.float(), first.lse.float())
     for other in others:
-        merged = _merge_pair(merged, Partial(other.out.float(), other.lse.float()))
+        out, other_lse = other.out.float(), other.lse.float()
+        lse = torch.logaddexp(merged.lse, other_lse)
+        # exp(-inf - -inf) would be NaN; with a finite number in its place both weights are 0.
+        common = lse.clamp_min(torch.finfo(torch.float32).min)
+        mixed = merged.out * torch.exp(merged.lse - common).unsqueeze(-1)
+        mixed += out * torch.exp(other_lse - common).unsqueeze(-1)
+        # x·1 + 0 is x but for the sign of a zero; an empty side must not change one bit.
+        mixed = torch.where(torch.isneginf(other_lse).unsqueeze(-1), merged.out, mixed)
+        merged = Partial(torch.where(torch.isneginf(merged.lse).unsqueeze(-1), out, mixed), lse)
     return merged
-
-
-def _merge_pair(a: Partial, b: Partial) -> Partial:
-    lse = torch.logaddexp(a.lse, b.lse)
-    # exp(-inf - -inf) would be NaN; with 0 in place of -inf both weights are exactly 0.
-    common = lse.clamp_min(torch.finfo(torch.float32).min)
-    out = a.out * torch.exp(a.lse - common).unsqueeze(-1)
-    out.addcmul_(b.out, torch.exp(b.lse - common).unsqueeze(-1))
-    # x·1 + 0 is x but for the sign of a zero; an empty side must not change one bit.
-    out = torch.where(torch.isneginf(b.lse).unsqueeze(-1), a.out, out)
-    return Partial(torch.where(torch.isneginf(a.lse).unsqueeze(-1), b.out, out), lse)
 
 
 def attend_keys(
