@@ -126,7 +126,7 @@ class Fidelity:
         """Return the share of equal greedy choices and the mean KL(oracle ‖ ours) in nats."""
         return {
             "agreement": round(self.agreed / self.tokens, 5),
-            "kl": round(self.kl / self.tokens, 7),
+            "kl": float(f"{self.kl / self.tokens:.4g}"),
         }
 
 

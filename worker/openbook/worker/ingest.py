@@ -8,6 +8,7 @@ context is published.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,8 @@ class _LayerWriter:
         built = self._clock()
         self._draft.write_layer(captured.layer, records)
         self.plan.append(_plan(records.heads, self._settings.plan))
+        del records
+        _return_free_memory()
         self.spent.build += built - started
         self.spent.write += self._clock() - built
 
@@ -211,6 +214,17 @@ class _LayerWriter:
         if not fits(wide, self.kv_dtype):
             raise _Float16Overflow
         return to_stored(wide, self.kv_dtype)
+
+
+def _return_free_memory() -> None:
+    """Give freed memory back to the system, where its C library can (glibc).
+
+    The tiles of a layer leave holes in the allocator's arenas; kept over all layers they would be
+    part of the peak, which is promised to be little more than that of a bare forward.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _plan(heads: tuple[HeadIndex, ...], forced: PlanKind | None) -> tuple[HeadPlan, ...]:
@@ -249,15 +263,7 @@ def _layer_records(
     queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
-    with ThreadPoolExecutor(settings.threads) as pool:  # the kernels release the GIL
-        heads = tuple(
-            pool.map(
-                lambda head: _head(
-                    keys[head, span], values[head, span], grouped[head], params=settings.params
-                ),
-                range(kv_heads),
-            )
-        )
+    heads = _heads(keys[:, span], values[:, span], grouped, settings=settings)
     probes = np.arange(token_count - PROBES, token_count)
     probe_queries = rotated_queries(captured.q, probes, turn).cpu().numpy()
     plan = tuple(plan_head(len(middle)) for _ in heads)
@@ -275,19 +281,29 @@ def _layer_records(
     )
 
 
-def _head(keys: Stored, values: Stored, queries: Tensor, *, params: IndexParams) -> HeadIndex:
-    """Index one KV head's middle with the queries (group·s, d) of all its query heads."""
-    stored_keys = torch.from_numpy(to_float32(keys)).to(queries.device)  # (m, d), as rounded
-    neighbours = exact_top_k(queries, stored_keys, min(NEIGHBOURS, keys.shape[0]))
-    del stored_keys
-    return build_head(
-        np.ascontiguousarray(keys),
-        np.ascontiguousarray(values),
-        queries.cpu().numpy(),
-        neighbours,
-        params=params,
-        query_moment=second_moment(queries),
-    )
+def _heads(
+    keys: Stored, values: Stored, grouped: Tensor, *, settings: IngestSettings
+) -> tuple[HeadIndex, ...]:
+    """Index every KV head's middle (KV heads, m, d) with the queries of all its query heads."""
+    count = min(NEIGHBOURS, keys.shape[1])
+    # One after the other: torch has all cores in each, and one tile is in memory, not one a head.
+    neighbours = [
+        exact_top_k(queries, torch.from_numpy(to_float32(rows)).to(queries.device), count)
+        for rows, queries in zip(keys, grouped, strict=True)
+    ]
+
+    def build(head: int) -> HeadIndex:
+        return build_head(
+            np.ascontiguousarray(keys[head]),
+            np.ascontiguousarray(values[head]),
+            grouped[head].cpu().numpy(),
+            neighbours[head],
+            params=settings.params,
+            query_moment=second_moment(grouped[head]),
+        )
+
+    with ThreadPoolExecutor(settings.threads) as pool:  # the kernels release the GIL
+        return tuple(pool.map(build, range(len(neighbours))))
 
 
 def _kept_queries(
