@@ -49,6 +49,8 @@ from openbook.worker.tokens import DocumentTokens, document_tokens
 from openbook.worker.window import middle_range, window_positions
 
 PROBES = 4  # queries per head whose exact answers are stored, for a later check
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+_LARGE_BLOCK_BYTES = 4 << 20  # a page fault costs less than a copy; below it nothing changes
 STORED_QUERIES_MAX = 1024  # training queries kept per KV head: an index can be rebuilt from them
 
 Stage = Literal["tokenizing", "reading", "sealing"]
@@ -106,6 +108,7 @@ def ingest(
     if is_cancelled():
         raise IngestCancelled
     draft.write_tokens(tokens.ids, tokens.offsets)
+    _unmap_large_blocks()
     tokenize_s = clock() - started
     kv_dtype = settings.kv_dtype
     while True:
@@ -216,12 +219,19 @@ class _LayerWriter:
         return to_stored(wide, self.kv_dtype)
 
 
-def _return_free_memory() -> None:
-    """Give freed memory back to the system, where its C library can (glibc).
+def _unmap_large_blocks() -> None:
+    """Have the C library (glibc) give each large block back to the system when it is freed.
 
-    The tiles of a layer leave holes in the allocator's arenas; kept over all layers they would be
-    part of the peak, which is promised to be little more than that of a bare forward.
+    By default its threshold grows with what it sees, and the activations and tiles of every layer
+    leave holes that stay part of the peak. The promise is a peak near that of a bare forward.
     """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+
+
+def _return_free_memory() -> None:
+    """Give the freed small blocks of a layer's build back to the system as well (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
