@@ -156,7 +156,7 @@ def test_server_is_stopped_when_the_demo_breaks_off(
     ("facts", "said"),
     [
         ("[]", "holds no facts"),
-        ('[{"question": "The code of the vault is", "code": "1"}]', "exactly once"),
+        ('[{"question": "The code of the vault is", "code": "1"}]', "is not in"),
         ('[{"question": "The code of the vault is", "code": 739154}]', "every fact is"),
         ('[["The code", "1"]]', "every fact is"),
         ("[", "Expecting value"),

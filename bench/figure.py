@@ -1,0 +1,89 @@
+"""Draw the README's picture from the JSON beside it.
+
+    python bench/figure.py [--folder docs/figures]
+
+Reads demo.json (openbook demo --json), fidelity.json (the last line of bench/fidelity.py) and
+index.json (bench/index.py --out), writes results.png. It measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+OURS, OTHERS = "#1f6f8b", "#b9bec4"
+
+
+def main() -> None:
+    """Draw the three panels."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path("docs/figures"))
+    folder = parser.parse_args().folder
+    demo, fidelity, index = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("demo", "fidelity", "index")
+    )
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    draw_first_token(panels[0], demo)
+    draw_fidelity(panels[1], fidelity)
+    draw_error(panels[2], index)
+    figure.savefig(folder / "results.png", dpi=110)
+
+
+def draw_first_token(axes: Axes, demo: dict[str, Any]) -> None:
+    """Draw the seconds to the first token: read again, after a restart, and then."""
+    bars = {
+        "reading all again": demo["first_token_prefill_s"],
+        "after a hard restart": demo["first_token_restored_s"],
+        "next questions": demo["first_token_restored_median_s"],
+    }
+    draw_bars(axes, bars, others=1, unit=" s")
+    axes.set_title(f"Time to first token, {demo['context_tokens']:,} tokens")
+
+
+def draw_fidelity(axes: Axes, fidelity: dict[str, Any]) -> None:
+    """Draw the divergence from full attention of what a generated token may read."""
+    names = {
+        "window_only": "window alone",
+        "plain": "100 keys",
+        "default": "100 keys + estimate",
+        "noise": "rounding noise",
+    }
+    bars = {label: max(fidelity[name]["kl"], 1e-9) for name, label in names.items()}
+    draw_bars(axes, bars, others=2, unit="")
+    axes.set_title("KL to full attention, next token")
+
+
+def draw_error(axes: Axes, index: dict[str, Any]) -> None:
+    """Draw the error of attention over the middle, as the graph found its keys."""
+    graph = index["mean"]["graph"]
+    bars = {
+        f"100 keys of a graph\n({graph['scored']:.1%} of keys scored)": graph["error_plain"],
+        "the same + estimate": graph["error"],
+    }
+    draw_bars(axes, bars, others=1, unit="")
+    axes.set_xscale("linear")
+    axes.set_title("Relative error over the middle, 32K tokens")
+
+
+def draw_bars(axes: Axes, bars: dict[str, float], *, others: int, unit: str) -> None:
+    """Draw horizontal bars on a log scale, the first `others` of them grey."""
+    colours = [OTHERS if i < others else OURS for i in range(len(bars))]
+    drawn = axes.barh(list(bars), list(bars.values()), color=colours)
+    axes.bar_label(drawn, [f"{value:.3g}{unit}" for value in bars.values()], padding=3)
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    main()
