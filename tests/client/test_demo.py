@@ -178,9 +178,11 @@ def test_example_holds_eight_distinct_facts_at_several_depths() -> None:
     assert len(script.facts) == 8
     assert len({fact.code for fact in script.facts}) == 8
     assert all(len(fact.code) >= 6 and fact.code.isdigit() for fact in script.facts)
-    depths = [text.index(fact.question) / len(text) for fact in script.facts]
-    assert depths[0] < 0.1 and depths[-1] > 0.85
-    assert all(0.05 < after - before < 0.2 for before, after in pairwise(depths))
+    first = [text.index(fact.question) / len(text) for fact in script.facts]
+    last = [text.rindex(fact.question) / len(text) for fact in script.facts]
+    assert min(first) < 0.1 and max(last) > 0.85
+    assert all(0.03 < after - before < 0.1 for before, after in pairwise(first))
+    assert all(after - before > 0.05 for before, after in zip(first, last, strict=True))
 
 
 def stub(program: str) -> list[str]:
