@@ -21,7 +21,7 @@ def kernel(name: str) -> Extension:
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
         depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/_head.pxd"],
-        include_dirs=[KERNELS, numpy.get_include()],
+        include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
         extra_compile_args=COMPILE_ARGS,
     )
     extension.cython_directives = DIRECTIVES  # read by Cython's build_ext
