@@ -14,7 +14,7 @@ from openbook.indexstore.head import EXACT, Budget
 from openbook.worker import Delta, Engine, Failed, Finished
 from openbook.worker.decode import BLOCK_TOKENS, Runner
 from openbook.worker.engine import AnswerEvent, Ask, AskSpec
-from openbook.worker.errors import BadAsk, QuestionTooLong, WorkerError
+from openbook.worker.errors import BadAsk, EngineClosed, QuestionTooLong
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext
 
@@ -392,5 +392,5 @@ def test_closing_fails_what_is_left(tiny_model: Tiny, context: OpenedContext) ->
     running, waiting = (Asked(engine, spec(), context) for _ in range(2))
     engine.step()
     engine.close()
-    assert isinstance(running.error, WorkerError) and isinstance(waiting.error, WorkerError)
+    assert isinstance(running.error, EngineClosed) and isinstance(waiting.error, EngineClosed)
     assert not running.ask.context.is_open

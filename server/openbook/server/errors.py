@@ -300,6 +300,7 @@ TABLE: Mapping[type[Exception], Row] = {
     store.StoreFull: Row(Code.RESOURCE_EXHAUSTED, "STORE_FULL", text=str(StorageFull())),
     worker.ModelMissing: Row(Code.FAILED_PRECONDITION, "MODEL_MISSING"),
     worker.UnsupportedModel: Row(Code.FAILED_PRECONDITION, "MODEL_UNSUPPORTED", ("reason",)),
+    worker.EngineClosed: Row(Code.UNAVAILABLE, "ENGINE_STOPPED", text=str(EngineStopped())),
     worker.LayoutUnavailable: Row(Code.INVALID_ARGUMENT, "LAYOUT_UNAVAILABLE"),
     worker.DocumentEmpty: Row(Code.INVALID_ARGUMENT, "DOCUMENT_EMPTY"),
     worker.DocumentTooLong: Row(Code.INVALID_ARGUMENT, "DOCUMENT_TOO_LONG", ("tokens", "limit")),

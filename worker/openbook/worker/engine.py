@@ -22,7 +22,7 @@ import torch
 
 from openbook.indexstore.head import Budget, PlanKind
 from openbook.worker.decode import BLOCK_TOKENS, Runner, Sequence
-from openbook.worker.errors import BadAsk, WorkerError
+from openbook.worker.errors import BadAsk, EngineClosed
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenContexts, OpenedContext
 from openbook.worker.receipt import Receipt, Timeline, Usage, make_receipt
@@ -224,7 +224,7 @@ class Engine:
             left = [*self._active, *self._waiting]
             self._waiting.clear()
         for ask in left:
-            self._fail(ask, WorkerError("the engine has stopped"))
+            self._fail(ask, EngineClosed())
         self._active = []
         self._hook.remove()
 

@@ -14,6 +14,7 @@ WorkerError
 ├── NonFiniteKeys(layer, head, position) the model computed a NaN or infinity
 ├── NonFiniteLogits(step)                the same, in the scores of the next token
 ├── IngestCancelled                      the caller asked to stop
+├── EngineClosed                         the engine ended before the answer did
 └── AskError
     ├── QuestionTooLong(tokens, limit)   no position left for the question and one token of answer
     └── BadAsk(field, problem)           a parameter out of range; also a ValueError
@@ -102,6 +103,13 @@ class IngestCancelled(WorkerError):
 
     def __init__(self) -> None:
         super().__init__("the ingest was cancelled")
+
+
+class EngineClosed(WorkerError):
+    """Report that the engine ended while the ask was queued or running."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine was closed before the answer ended")
 
 
 class AskError(WorkerError):
