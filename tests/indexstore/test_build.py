@@ -180,11 +180,11 @@ def test_case_b19_identical_keys(plan: HeadPlan) -> None:
     distinct = structured(rng, 10_000, 32)
     repeated = distinct.copy()
     repeated[:5_000] = distinct[0]
-    begin = time.perf_counter()
+    begin = time.process_time()
     make_head(distinct)
-    between = time.perf_counter()
+    between = time.process_time()
     head = make_head(repeated)
-    assert time.perf_counter() - between <= 3 * (between - begin) + 1.0
+    assert time.process_time() - between <= 3 * (between - begin) + 1.0
     assert is_whole(head)
     towards = (repeated[0] - repeated.mean(axis=0))[None]
     assert recall(head, towards, plan)[0] == 1.0
