@@ -55,9 +55,8 @@ def draw_fidelity(axes: Axes, fidelity: dict[str, Any]) -> None:
         "window_only": "window alone",
         "plain": "100 keys",
         "default": "100 keys + estimate",
-        "noise": "rounding noise",
     }
-    bars = {label: max(fidelity[name]["kl"], 1e-9) for name, label in names.items()}
+    bars = {label: fidelity[name]["kl"] for name, label in names.items()}
     draw_bars(axes, bars, others=2, unit="")
     axes.set_title("KL to full attention, next token")
 
@@ -71,7 +70,7 @@ def draw_error(axes: Axes, index: dict[str, Any]) -> None:
     }
     draw_bars(axes, bars, others=1, unit="")
     axes.set_xscale("linear")
-    axes.set_title("Relative error over the middle, 32K tokens")
+    axes.set_title("Error over the middle, 32K tokens")
 
 
 def draw_bars(axes: Axes, bars: dict[str, float], *, others: int, unit: str) -> None:
