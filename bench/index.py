@@ -153,8 +153,7 @@ def measure(pair: Pair, kind: str, tokens: int) -> dict[str, float]:
     for query in range(len(pair.tests)):
         for estimate in (True, False):
             found = ask(pair, query, kind, estimate=estimate)
-            out = found.out[:, 0] if found.out.ndim == 3 else found.out
-            gap = np.linalg.norm(out - pair.exact_out[query], axis=1)
+            gap = np.linalg.norm(found.out[:, 0] - pair.exact_out[query], axis=1)
             errors[estimate].extend(gap / np.linalg.norm(pair.exact_out[query], axis=1))
             if estimate:
                 scores = np.einsum("gkd,gd->gk", keys[found.top], pair.tests[query])
