@@ -78,15 +78,6 @@ def test_case_b43_contexts_in_use_over_the_memory_are_refused_and_idle_ones_make
     assert text_of(answer) == "who-0 "
 
 
-def test_a_question_over_the_token_limit_is_refused(make_server):
-    server = make_server(question_tokens_max=3)
-    context = active(server)
-    assert text_of(ask(server, context.name, "a b c", max_tokens=1)) == "a-0 "
-    status, reason, details = refusal(lambda: ask(server, context.name, "a b c d"))
-    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "QUESTION_TOO_LONG")
-    assert details == {"tokens": "4", "limit": "3"}
-
-
 def test_a_failing_engine_ends_every_answer_and_health_says_so(server):
     context = active(server)
     server.engine.gate.clear()

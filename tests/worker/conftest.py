@@ -4,7 +4,8 @@ import hashlib
 import importlib.util
 import json
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from transformers import (
 )
 
 from openbook.indexstore.store import begin, publish
+from openbook.worker.engine import Engine
 from openbook.worker.ingest import IngestSettings, ingest
 from openbook.worker.merge import causal_attention
 from openbook.worker.models import Model, load_model
+from openbook.worker.opened import OpenContexts, OpenedContext
 
 VOCAB = 512
 HEAD_DIM = 16
@@ -234,3 +237,36 @@ def read_context(tmp_path: Path) -> ReadContext:
         return final
 
     return read
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Model, Path], OpenedContext]]:
+    """Return `(model, path) -> claim`, closed after the test."""
+    claims: list[OpenedContext] = []
+
+    def open_one(model: Model, path: Path) -> OpenedContext:
+        claims.append(OpenContexts(model, clock=time.monotonic).open(path, path.name))
+        return claims[-1]
+
+    yield open_one
+    for claim in claims:
+        claim.close()
+
+
+@pytest.fixture
+def engine(tiny_model: TinyModel) -> Iterator[Engine]:
+    """An engine over a model that never ends by itself (no end-of-turn id among its choices)."""
+    one = Engine(tiny_model("llama", 9, 3), threads=1, sequences_max=8)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def context(
+    engine: Engine, tiny_model: TinyModel, read_context: ReadContext, digits: Callable[[int], bytes]
+) -> Iterator[OpenedContext]:
+    """A context of 900 tokens, open in the engine."""
+    path = read_context(tiny_model("llama", 9, 3), digits(900))
+    claim = engine.open(path, path.name)
+    yield claim
+    claim.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,72 +11,18 @@ import pytest
 import torch
 
 from openbook.indexstore.head import EXACT, Budget
-from openbook.worker import Delta, Engine, Failed, Finished
+from openbook.worker import Delta, Engine, Finished
 from openbook.worker.decode import BLOCK_TOKENS, Runner
-from openbook.worker.engine import AnswerEvent, Ask, AskSpec
-from openbook.worker.errors import BadAsk, EngineClosed, QuestionTooLong
+from openbook.worker.engine import AnswerEvent
+from openbook.worker.errors import EngineClosed
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext
+
+from .asking import Asked, run_all, spec
 
 Tiny = Callable[..., Model]
 ReadContext = Callable[..., Path]
 Digits = Callable[[int], bytes]
-EVENTS_MAX = 5000
-
-
-class Asked:
-    """An ask with the events it got."""
-
-    def __init__(self, engine: Engine, spec: AskSpec, context: OpenedContext) -> None:
-        self.events: list[AnswerEvent] = []
-        self.ask: Ask = engine.submit(spec, context, self.events.append)
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Delta))
-
-    @property
-    def finished(self) -> Finished:
-        (last,) = (event for event in self.events if not isinstance(event, Delta))
-        assert isinstance(last, Finished), last
-        return last
-
-    @property
-    def error(self) -> Exception:
-        (last,) = (event for event in self.events if not isinstance(event, Delta))
-        assert isinstance(last, Failed), last
-        return last.error
-
-
-def run_all(engine: Engine) -> int:
-    """Step until idle; return the number of steps."""
-    for steps in range(EVENTS_MAX):
-        if not engine.step():
-            return steps
-    raise AssertionError("the engine never becomes idle")
-
-
-@pytest.fixture
-def engine(tiny_model: Tiny) -> Iterator[Engine]:
-    """An engine over a model that never ends by itself (no end-of-turn id among its choices)."""
-    one = Engine(tiny_model("llama", 9, 3), threads=1, sequences_max=8)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def context(
-    engine: Engine, tiny_model: Tiny, read_context: ReadContext, digits: Digits
-) -> Iterator[OpenedContext]:
-    """A context of 900 tokens, open in the engine."""
-    path = read_context(tiny_model("llama", 9, 3), digits(900))
-    claim = engine.open(path, path.name)
-    yield claim
-    claim.close()
-
-
-def spec(question: str = "Where is it?", **changes: object) -> AskSpec:
-    return AskSpec(**{"question": question, "max_tokens": 12, **changes})  # type: ignore[arg-type]
 
 
 def test_an_ask_streams_text_and_ends_with_a_receipt(
@@ -284,52 +230,6 @@ def test_a_listener_that_raises_loses_its_ask_alone(engine: Engine, context: Ope
     good = Asked(engine, spec(), context)
     run_all(engine)
     assert deaf.is_over and not deaf.context.is_open and good.finished
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"question": ""}, "question"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"stop": ("",)}, "stop"),
-        ({"evidence": True}, "evidence"),
-    ],
-)
-def test_bad_parameters_are_refused_before_anything_runs(
-    changes: dict[str, object], field: str, engine: Engine, context: OpenedContext
-) -> None:
-    with pytest.raises(BadAsk) as caught:
-        Asked(engine, spec(**changes), context)  # type: ignore[arg-type]
-    assert caught.value.field == field
-    assert engine.load == (0, 0)
-
-
-def test_case_b16_the_last_position_is_used_and_none_beyond(
-    engine: Engine, tiny_model: Tiny, read_context: ReadContext, digits: Digits
-) -> None:
-    model = tiny_model("llama", 9, 3)
-    full = model.positions_max
-    asked_tokens = len(asked_ids(model, "Q?"))
-    path = read_context(model, digits(full - asked_tokens))
-    claim = engine.open(path, path.name)
-    for max_tokens in (1, 2):
-        asked = Asked(engine, spec("Q?", max_tokens=max_tokens), claim)
-        run_all(engine)
-        assert asked.finished.finish_reason == "length"
-        assert asked.finished.usage.answer_tokens == 1
-    with pytest.raises(QuestionTooLong) as caught:
-        Asked(engine, spec("Q? And more"), claim)
-    assert caught.value.limit == asked_tokens < caught.value.tokens
-    after = Asked(engine, spec("Q?"), claim)
-    run_all(engine)
-    assert after.finished
-    claim.close()
-
-
-def asked_ids(model: Model, question: str) -> list[int]:
-    return list(model.vocabulary.plain.encode("\n\n" + question).ids)
 
 
 def test_a_stop_string_ends_the_answer_before_it(engine: Engine, context: OpenedContext) -> None:

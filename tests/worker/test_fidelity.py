@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from openbook.indexstore.plan import force_plan
 from openbook.worker.attention import NAME
 from openbook.worker.decode import Runner, Sequence
 from openbook.worker.models import Model
-from openbook.worker.opened import OpenContexts, OpenedContext
+from openbook.worker.opened import OpenedContext
 from openbook.worker.retrieval import Retrieval
 from openbook.worker.tokens import document_tokens, question_tokens
 
@@ -40,20 +40,6 @@ def story(words: int, seed: int = 0) -> str:
             f"and {rng.integers(10, 99)} birds sat on the {third}."
         )
     return "".join(sentences)
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[Model, Path], OpenedContext]]:
-    """Return `(model, path) -> claim`, closed after the test."""
-    claims: list[OpenedContext] = []
-
-    def open_one(model: Model, path: Path) -> OpenedContext:
-        claims.append(OpenContexts(model, clock=time.monotonic).open(path, path.name))
-        return claims[-1]
-
-    yield open_one
-    for claim in claims:
-        claim.close()
 
 
 Opened = Callable[[Model, Path], OpenedContext]

@@ -110,7 +110,12 @@ async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
         model = await _load(settings, signals)
         if model is None:
             return _leave_at_once(valkey)
-        engine = Engine(model, threads=settings.threads, sequences_max=settings.sequences_max)
+        engine = Engine(
+            model,
+            threads=settings.threads,
+            sequences_max=settings.sequences_max,
+            question_tokens_max=settings.question_tokens_max,
+        )
         app = App(settings, secret, model, engine, valkey=valkey, read=worker.ingest, log=log)
         await app.start(server)
         announce(address)
@@ -149,7 +154,6 @@ class App:
             engine,
             self.opened,
             asks_max=settings.sequences_max + settings.asks_waiting_max,
-            question_tokens_max=settings.question_tokens_max,
             log=log,
         )
         self.ingest_worker = IngestWorker(

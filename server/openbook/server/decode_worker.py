@@ -25,7 +25,6 @@ from openbook.worker import (
     Failed,
     Finished,
     OpenedContext,
-    QuestionTooLong,
 )
 
 EVENTS_MAX = 4096  # of one answer that its reader has not taken; more than any answer has tokens
@@ -92,13 +91,11 @@ class DecodeWorker:
         opened: OpenedContexts,
         *,
         asks_max: int,
-        question_tokens_max: int,
         log: Log,
     ) -> None:
         self._engine = engine
         self._opened = opened
         self._asks_max = asks_max
-        self._question_tokens_max = question_tokens_max
         self._log = log
         self._stopping = threading.Event()
         self._streams: set[AnswerStream] = set()
@@ -158,8 +155,6 @@ class DecodeWorker:
         ask: Ask | None = None
         try:
             ask = await self._submit(spec, claim, stream)
-            if len(ask.question_ids) > self._question_tokens_max:
-                raise QuestionTooLong(len(ask.question_ids), self._question_tokens_max)
             while True:
                 piece = await stream.next()
                 yield piece

@@ -22,7 +22,7 @@ import torch
 
 from openbook.indexstore.head import Budget, PlanKind
 from openbook.worker.decode import BLOCK_TOKENS, Runner, Sequence
-from openbook.worker.errors import BadAsk, EngineClosed
+from openbook.worker.errors import BadAsk, EngineClosed, QuestionTooLong
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenContexts, OpenedContext
 from openbook.worker.receipt import Receipt, Timeline, Usage, make_receipt
@@ -31,6 +31,7 @@ from openbook.worker.sampling import Sampler, SamplingSettings, check_answer_lim
 from openbook.worker.text import TextStream
 from openbook.worker.tokens import answer_tokens_max, question_tokens
 
+QUESTION_TOKENS_MAX = 4096
 IDLE_WAIT_S = 0.1  # how late `run` may notice that it should stop; new asks wake it at once
 
 FinishReason = Literal["stop", "length"]
@@ -134,18 +135,24 @@ class Engine:
         *,
         threads: int,
         sequences_max: int,
+        question_tokens_max: int = QUESTION_TOKENS_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `threads` cores; run at most `sequences_max` asks at once, the others wait."""
-        if threads < 1 or sequences_max < 1:
+        """Use `threads` cores; run at most `sequences_max` asks at once, the others wait.
+
+        A question with its answer prefix may have `question_tokens_max` tokens.
+        """
+        if min(threads, sequences_max, question_tokens_max) < 1:
             raise ValueError(
-                f"threads {threads} and sequences_max {sequences_max} must be positive"
+                f"threads {threads}, sequences_max {sequences_max} and question_tokens_max "
+                f"{question_tokens_max} must be positive"
             )
         torch.set_num_threads(threads)
         self.contexts = OpenContexts(model, clock=clock)
         self._model = model
         self._clock = clock
         self._sequences_max = sequences_max
+        self._question_tokens_max = question_tokens_max
         self._runner = Runner(model, Retrieval(threads=threads), clock=clock)
         self._wake = threading.Condition()
         self._waiting: deque[Ask] = deque()
@@ -176,6 +183,8 @@ class Engine:
         settings = SamplingSettings(spec.temperature, spec.top_p, spec.seed)
         layout = context.manifest.prompt_layout
         ids = question_tokens(self._model, spec.question, spec.answer_prefix, layout)
+        if len(ids) > self._question_tokens_max:
+            raise QuestionTooLong(len(ids), self._question_tokens_max)
         answer_max = answer_tokens_max(
             self._model,
             context_tokens=context.token_count,
