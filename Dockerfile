@@ -1,6 +1,7 @@
 # Builds the server. It serves loopback only, so run it in the host's network:
 #   docker build -t openbook .
-#   docker run --network host -v openbook:/data -e OPENBOOK_MODEL=<id, directory or .gguf> openbook
+#   docker run --network host -v openbook:/data -e OPENBOOK_MODEL=<Hugging Face id> openbook
+# A model of your own: -v <directory>:/models:ro -e OPENBOOK_MODEL=/models/<directory or .gguf file>
 # On x86-64 the default torch brings CUDA; for the small CPU build name an index that has it:
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=<index> -t openbook .
 
@@ -26,12 +27,14 @@ RUN groupadd --gid 10001 openbook \
     && install -d -m 0700 -o 10001 -g 10001 /data
 COPY --from=build /opt/openbook /opt/openbook
 COPY scripts/healthcheck.py /opt/openbook/healthcheck.py
-# The root file system may be read-only: everything written goes to /data, or to /tmp.
+# The root file system may be read-only: everything written goes to /data, or to /tmp. /tmp may be
+# memory, so the caches of models have their own place: unpacked GGUF weights and downloads.
 ENV PATH=/opt/openbook/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp \
-    HF_HOME=/data/models \
+    XDG_CACHE_HOME=/data/cache \
+    HF_HOME=/data/cache/huggingface \
     OPENBOOK_DATA=/data/store
 VOLUME /data
 USER 10001:10001

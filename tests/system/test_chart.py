@@ -74,6 +74,12 @@ def test_default_values_satisfy_the_schema() -> None:
         {"terminationGracePeriodSeconds": 60},
         {"settings": {"OPENBOOK_LISTEN": "0.0.0.0:50051"}},
         {"settings": {"PATH": "/bin"}},
+        {"extraEnv": [{"value": "nameless"}]},
+        {"extraEnv": [{"name": "OPENBOOK_LISTEN", "value": "0.0.0.0:50051"}]},
+        {"extraEnv": [{"name": "HF_HOME", "value": "/tmp"}]},
+        {"extraVolumes": [{"name": "data", "emptyDir": {}}]},
+        {"extraVolumeMounts": [{"name": "models"}]},
+        {"extraVolumeMounts": [{"name": "models", "mountPath": "/data"}]},
         {"persistence": {"size": "plenty"}},
         {"resources": {"requests": {"cpu": "2"}}},
     ],
@@ -82,6 +88,20 @@ def test_default_values_satisfy_the_schema() -> None:
 def test_schema_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(values() | wrong, schema(), jsonschema.Draft7Validator)
+
+
+EXTRAS = {
+    "extraEnv": [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        {"name": "https_proxy", "value": "http://proxy:3128"},
+    ],
+    "extraVolumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+    "extraVolumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+}
+
+
+def test_schema_takes_a_model_volume_a_token_and_a_proxy() -> None:
+    jsonschema.validate(values() | EXTRAS, schema(), jsonschema.Draft7Validator)
 
 
 def test_every_value_is_in_the_schema_and_used_by_a_template() -> None:
@@ -128,7 +148,7 @@ def test_probes_run_inside_the_pod_where_loopback_answers() -> None:
 
 def test_pod_sets_only_settings_that_the_server_has() -> None:
     (container,) = pod()["containers"]
-    names = {entry["name"] for entry in container["env"]} - {"HF_HOME", "x"}
+    names = {entry["name"] for entry in container["env"]} - {"HF_HOME", "XDG_CACHE_HOME", "x"}
     assert names <= {f"OPENBOOK_{field.upper()}" for field in Settings.model_fields}
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
     settings = Settings(
@@ -139,6 +159,22 @@ def test_pod_sets_only_settings_that_the_server_has() -> None:
         dtype=values()["dtype"],
     )
     assert settings.drain_s < values()["terminationGracePeriodSeconds"]
+
+
+def test_threads_follow_the_cpu_limit() -> None:
+    (container,) = pod()["containers"]
+    given = {entry["name"]: entry.get("valueFrom") for entry in container["env"]}
+    assert given["OPENBOOK_THREADS"] == {
+        "resourceFieldRef": {"resource": "limits.cpu", "divisor": "1"}
+    }
+    assert "cpu" in values()["resources"]["limits"]
+
+
+def test_caches_of_models_are_on_the_volume() -> None:
+    (container,) = pod()["containers"]
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert given["XDG_CACHE_HOME"].startswith("/data/")
+    assert given["HF_HOME"].startswith(given["XDG_CACHE_HOME"] + "/")
 
 
 def test_data_and_temporary_files_are_the_only_writable_places() -> None:
@@ -166,6 +202,7 @@ def test_disruption_budget_never_blocks_a_drain() -> None:
 def test_notes_say_how_a_client_reaches_loopback() -> None:
     notes = (CHART / "templates" / "NOTES.txt").read_text(encoding="utf-8")
     assert "port-forward" in notes and "loopback" in notes
+    assert "make build" in notes and "pip install" not in notes, "nothing is published"
     snippet = notes[notes.index("  from openbook") :]
     compile("\n".join(line[2:] for line in snippet.splitlines()), "NOTES.txt", "exec")
 
@@ -173,6 +210,20 @@ def test_notes_say_how_a_client_reaches_loopback() -> None:
 @pytest.mark.skipif(HELM is None, reason="helm is not installed")
 def test_chart_renders_every_kind() -> None:
     assert set(helm_template()) == KINDS
+
+
+@pytest.mark.skipif(HELM is None, reason="helm is not installed")
+def test_extras_are_rendered_beside_the_charts_own(tmp_path: Path) -> None:
+    file = tmp_path / "extras.yaml"
+    file.write_text(yaml.safe_dump(EXTRAS | {"settings": {"OPENBOOK_THREADS": "3"}}))
+    spec = helm_template("--values", str(file))["StatefulSet"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert [e["name"] for e in container["env"][-2:]] == ["HF_TOKEN", "https_proxy"]
+    assert [e["value"] for e in container["env"] if e["name"] == "OPENBOOK_THREADS"] == ["3"]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == [
+        "/data", "/tmp", "/models",
+    ]  # fmt: skip
+    assert [volume["name"] for volume in spec["volumes"]] == ["tmp", "models"]
 
 
 @pytest.mark.skipif(HELM is None, reason="helm is not installed")

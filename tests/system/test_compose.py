@@ -19,10 +19,12 @@ from openbook.server.settings import Settings, loopback_address
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 SERVICE_KEYS = {
-    "build", "cap_drop", "command", "environment", "healthcheck", "image", "init", "network_mode",
-    "profiles", "read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user",
-    "volumes",
+    "build", "cap_drop", "command", "cpus", "environment", "healthcheck", "image", "init",
+    "mem_limit", "network_mode", "profiles", "read_only", "restart", "security_opt",
+    "stop_grace_period", "tmpfs", "user", "volumes",
 }  # fmt: skip
+PROXIES = {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
+PASSED_ON = {"HF_TOKEN", *PROXIES, *map(str.lower, PROXIES)}
 
 
 def compose() -> dict[str, Any]:
@@ -69,7 +71,21 @@ def test_service_is_reached_over_the_hosts_loopback_only() -> None:
 
 def test_service_sets_only_settings_that_the_server_has() -> None:
     known = {f"OPENBOOK_{field.upper()}" for field in Settings.model_fields}
-    assert set(compose()["services"]["openbook"]["environment"]) <= known
+    assert set(compose()["services"]["openbook"]["environment"]) <= known | PASSED_ON
+
+
+def test_what_a_download_needs_is_passed_on_where_it_is_set() -> None:
+    environment = compose()["services"]["openbook"]["environment"]
+    assert {name for name in PASSED_ON if environment.get(name, "") is None} == PASSED_ON
+
+
+def test_services_are_limited_and_the_server_has_a_thread_a_core() -> None:
+    for name, service in compose()["services"].items():
+        assert service["cpus"] and service["mem_limit"], name
+    service = compose()["services"]["openbook"]
+    assert service["cpus"] == service["environment"]["OPENBOOK_THREADS"]
+    assert re.fullmatch(r"\$\{OPENBOOK_THREADS:-\d+\}", service["cpus"])
+    assert re.fullmatch(r"\$\{OPENBOOK_MEMORY:-\d+g\}", service["mem_limit"])
 
 
 def test_service_is_given_longer_to_stop_than_the_server_drains() -> None:
@@ -77,9 +93,20 @@ def test_service_is_given_longer_to_stop_than_the_server_drains() -> None:
     assert int(grace.removesuffix("s")) > Settings.model_fields["drain_s"].default
 
 
-def test_every_volume_that_a_service_mounts_is_declared() -> None:
-    mounted = compose()["services"]["openbook"]["volumes"]
-    assert {mount.split(":")[0] for mount in mounted} == set(compose()["volumes"])
+def test_data_is_a_volume_and_models_of_ones_own_are_mounted_read_only() -> None:
+    data, models = compose()["services"]["openbook"]["volumes"]
+    assert data == "data:/data" and set(compose()["volumes"]) == {"data"}
+    assert models == "${OPENBOOK_MODELS:-./models}:/models:ro"
+
+
+def test_caches_of_models_are_on_the_volume_and_not_in_memory() -> None:
+    (settings,) = (arguments for name, arguments in instructions() if name == "ENV")
+    given = dict(pair.split("=", 1) for pair in settings.split())
+    chart = (ROOT / "charts/openbook/templates/statefulset.yaml").read_text(encoding="utf-8")
+    assert given["XDG_CACHE_HOME"].startswith("/data/")
+    assert given["HF_HOME"].startswith(given["XDG_CACHE_HOME"] + "/")
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        assert f"- name: {name}\n              value: {given[name]}\n" in chart
 
 
 def test_image_runs_as_a_user_that_is_not_root_and_is_the_charts() -> None:
@@ -113,8 +140,11 @@ def test_every_file_that_the_image_copies_exists_and_reaches_the_builder() -> No
 
 
 def health_check(port: int, *arguments: str) -> int:
+    """Run the check with a proxy in its environment that nobody answers for."""
     command = [sys.executable, str(ROOT / "scripts" / "healthcheck.py"), *arguments]
-    environ = os.environ | {"OPENBOOK_LISTEN": f"127.0.0.1:{port}"}
+    proxies = dict.fromkeys(["http_proxy", "https_proxy", "grpc_proxy"], "http://127.0.0.1:9")
+    environ = {k: v for k, v in os.environ.items() if k.lower() != "no_proxy"} | proxies
+    environ["OPENBOOK_LISTEN"] = f"127.0.0.1:{port}"
     return subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode
 
 
