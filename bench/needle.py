@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from fidelity import CHARACTERS_PER_TOKEN_MAX, Passage, demo_model, one_block, read_passage
+from fidelity import CHARACTERS_PER_TOKEN_MAX, Passage, one_block, read_passage
 from numpy.typing import NDArray
 
+from openbook.client.demo_model import demo_model
 from openbook.indexstore.head import Budget
 from openbook.worker import IngestSettings, Model, load_model
 from openbook.worker.decode import Runner, Sequence

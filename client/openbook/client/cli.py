@@ -71,9 +71,12 @@ def ingest(
     file: Annotated[Path, typer.Argument(help="A UTF-8 text file; - reads standard input.")],
     server: Server = "localhost:50051",
     layout: Annotated[
-        Layout,
-        typer.Option(help="chat: questions to an assistant; completion: sentences to continue."),
-    ] = "chat",
+        Layout | None,
+        typer.Option(
+            help="chat: questions to an assistant; completion: sentences to continue. "
+            "[chat, where the model has a template for it]"
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="Display name; the file's name by default.")] = "",
 ) -> None:
     """Have the service read a document, and print its context id."""
@@ -204,7 +207,7 @@ def _deferred(entry: EntryPoint) -> Callable[[typer.Context], None]:
         except ModuleNotFoundError as error:
             fail(
                 f"`openbook {entry.name}` needs the server ({error.name} is not installed): "
-                "pip install 'openbook[server]'",
+                "run pip install '.[server]' in a clone of the repository",
                 EXIT_USAGE,
             )
 

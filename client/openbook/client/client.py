@@ -43,22 +43,23 @@ class Client:
         *,
         display_name: str = "",
         model: str = "",
-        layout: Layout = "chat",
+        layout: Layout | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
     ) -> str:
         """Have the service read `document`, and return the context id once it can be asked.
 
         A str is text; bytes, a Path or an open binary file are a file of UTF-8 text. `layout` is
-        "chat" (questions to an assistant) or "completion" (questions are sentences to continue).
+        "chat" (questions to an assistant) or "completion" (questions are sentences to continue);
+        None is "chat" where the model has a chat template, else "completion".
         `on_progress` is called for each layer read. The same document under the same model and
         layout is read once, and has one id; the reading goes on if this call is interrupted.
         `timeout` is in seconds, for all of it; None leaves it to the service.
 
         Raises ValueError before any call for text that is not UTF-8, with the offset.
         """
-        if layout not in LAYOUTS:
-            raise ValueError("layout must be 'chat' or 'completion'")
+        if layout is not None and layout not in LAYOUTS:
+            raise ValueError("layout must be 'chat', 'completion' or None")
         utf8(display_name, "display_name")
         utf8(model, "model")
         deadline = _Deadline(timeout)
@@ -66,7 +67,7 @@ class Client:
             metadata = pb.IngestContextRequest.Metadata(
                 display_name=display_name or upload.name,
                 model=model,
-                prompt_layout=LAYOUTS[layout],
+                prompt_layout=LAYOUTS[layout] if layout else pb.PROMPT_LAYOUT_UNSPECIFIED,
                 sha256=upload.sha256,
             )
             context = self._upload(metadata, upload, deadline)

