@@ -6,7 +6,6 @@ its refusals one by one.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import grpc
 import pytest
@@ -31,16 +29,6 @@ DOCUMENT = " ".join(
     f"On day {day} the keeper of the light counted {day * 7919 % 997} ships." for day in range(120)
 ).encode()
 COMMAND = "import typer; from openbook.server.commands import serve; typer.run(serve)"
-
-
-def _worker_fixtures() -> ModuleType:
-    """Load the tiny models of the worker's tests."""
-    path = Path(__file__).parents[1] / "worker" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("tiny_models", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Served:
@@ -105,11 +93,6 @@ class Served:
         info = error_details_pb2.ErrorInfo()
         assert status is not None and status.details[0].Unpack(info)
         return raised.value.code(), info.reason
-
-
-@pytest.fixture(scope="module")
-def tiny_model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _worker_fixtures().save_tiny(tmp_path_factory.mktemp("tiny"), "llama", 4, 2)
 
 
 @pytest.fixture
