@@ -74,6 +74,8 @@ def test_architecture_names_only_files_that_exist() -> None:
     ]
     assert len(named) > 20
     assert not missing, missing
+    kernels = {path.name for path in (ROOT / "indexstore").rglob("_*.p[yx][xd]")}
+    assert kernels <= {name for _, name in named}, "every Cython file has its place"
 
 
 def test_source_distribution_holds_all_that_a_build_reads(copy: Path) -> None:
@@ -142,6 +144,26 @@ def test_every_imported_distribution_is_declared() -> None:
     for module in sorted((imported - ours) & set(distributions)):
         owners = {name.lower().replace("-", "_") for name in distributions[module]}
         assert owners & declared, f"{module} is not declared"
+
+
+def test_every_declared_distribution_is_imported_or_needed_by_transformers() -> None:
+    needed_by_transformers = {"accelerate", "gguf", "jinja2"}  # GGUF files, chat templates
+    server = PYPROJECT["project"]["optional-dependencies"]["server"]
+    sources = "".join(
+        path.read_text(encoding="utf-8")
+        for directory in PACKAGE_DIRS.values()
+        for path in (ROOT / directory).rglob("*.py")
+    )
+    sources += (ROOT / "scripts" / "healthcheck.py").read_text(encoding="utf-8")
+    imported = set(re.findall(r"^ *(?:import|from) +(\w+)", sources, flags=re.M))
+    owners = importlib.metadata.packages_distributions()
+    used = {
+        name.lower().replace("_", "-") for module in imported for name in owners.get(module, ())
+    }
+    used |= needed_by_transformers | {"googleapis-common-protos"}  # google.rpc, a namespace
+    for requirement in PYPROJECT["project"]["dependencies"] + server:
+        name = re.split(r"[<>=\[]", requirement)[0].lower()
+        assert name in used, f"{name} is declared and not used"
 
 
 def test_constraints_pin_only_what_is_required() -> None:

@@ -106,7 +106,9 @@ def ask(
         bool | None, typer.Option(help="Stand in for the keys not read. [estimate]")
     ] = None,
     plan: Annotated[Plan | None, typer.Option(help="Force one search, to measure it.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for the whole answer. [the server's, 120]")
+    ] = None,
     receipt: Annotated[bool, typer.Option("--receipt", help="Print it on stderr.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, usage and receipt as one JSON object.")

@@ -52,8 +52,8 @@ class Client:
         A str is text; bytes, a Path or an open binary file are a file of UTF-8 text. `layout` is
         "chat" (questions to an assistant) or "completion" (questions are sentences to continue);
         None is "chat" where the model has a chat template, else "completion".
-        `on_progress` is called for each layer read. The same document under the same model and
-        layout is read once, and has one id; the reading goes on if this call is interrupted.
+        `on_progress` is called for each layer read. A document is read once
+        for each model and layout, and keeps its id; reading goes on if this call is interrupted.
         `timeout` is in seconds, for all of it; None leaves it to the service.
 
         Raises ValueError before any call for text that is not UTF-8, with the offset.
@@ -102,7 +102,8 @@ class Client:
         to sampling. `stop` strings end the answer and are not part of it. `budget` says which
         stored keys a generated token reads: "exact" for all, a number (or Keys) for the best of
         each query head, None for the service's 100; `estimate` False leaves out the estimate of
-        the others. `plan` "scan" or "graph" forces the search, for measurements.
+        the others. `plan` "scan" or "graph" forces the search, for measurements. `timeout` is in
+        seconds, for the whole answer; None leaves it to the service (its default is 120).
 
         The question and its prefix are at most 1 MiB of UTF-8. Raises ValueError or TypeError at
         once for a setting that cannot be sent; what the service refuses is raised by the answer.

@@ -91,7 +91,7 @@ class ContextServiceServicer(object):
 
     def IngestContext(self, request_iterator, context):
         """Stores a document and starts reading it. The first message is the metadata, the others are
-        chunks of at most 1 MiB. Answers as soon as the upload is stored, with the context in state
+        chunks of at most 1 MiB. Answers once all of them are on disk, with the context in state
         CREATING (ACTIVE when the same document was read before); reading goes on if the client leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
