@@ -18,6 +18,7 @@ from openbook import worker
 from openbook.indexstore.errors import FingerprintMismatch
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.store import ManifestFields, StageSeconds, open_context
+from openbook.worker.sampling import SamplingSettings, check_answer_limits
 
 LAYERS, KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 1, 2, 16
 TOKENS_MAX = 600
@@ -49,6 +50,7 @@ class FakeReading:
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[str] = []
+        self.created_unix_s: list[int] = []
         self.error: BaseException | None = None
 
     def __call__(
@@ -61,9 +63,11 @@ class FakeReading:
         settings: Any,
         on_progress: Callable[[Any], None],
         is_cancelled: Callable[[], bool],
+        created_unix_s: int,
     ) -> Any:
         """Write and seal a context of one token per byte, all of them in the window."""
         self.calls.append(context_id)
+        self.created_unix_s.append(created_unix_s)
         if not document.strip():
             raise worker.DocumentEmpty()
         if len(document) > TOKENS_MAX:
@@ -80,7 +84,8 @@ class FakeReading:
                 raise self.error
             draft.write_layer(layer, _window_only(len(ids)))
         on_progress(worker.IngestProgress("sealing", LAYERS, LAYERS))
-        return draft.seal(_fields(model, context_id, settings, len(ids)))
+        fields = _fields(model, context_id, settings, tokens=len(ids), created=created_unix_s)
+        return draft.seal(fields)
 
 
 def _window_only(tokens: int) -> LayerRecords:
@@ -97,7 +102,9 @@ def _window_only(tokens: int) -> LayerRecords:
     )
 
 
-def _fields(model: Any, context_id: str, settings: Any, tokens: int) -> ManifestFields:
+def _fields(
+    model: Any, context_id: str, settings: Any, *, tokens: int, created: int
+) -> ManifestFields:
     return ManifestFields(
         context_id=context_id,
         model_fingerprint=model.fingerprint_for(settings.layout, settings.kv_dtype),
@@ -113,7 +120,7 @@ def _fields(model: Any, context_id: str, settings: Any, tokens: int) -> Manifest
         kv_dtype=settings.kv_dtype,
         scaling=(0.25, 0.25),
         plan=((),) * LAYERS,
-        created_unix_s=int(time.time()),
+        created_unix_s=created,
         stages_s=StageSeconds(tokenize=0.1, prefill=0.2, build=0.3, write=0.4),
         kv_bytes_16bit=2 * 2 * LAYERS * KV_HEADS * HEAD_DIM * tokens,
     )
@@ -196,7 +203,9 @@ class FakeEngine:
             return FakeOpened(*live)
 
     def submit(self, spec: Any, context: FakeOpened, on_event: Callable[[Any], None]) -> FakeAsk:
-        """Queue an ask."""
+        """Queue an ask, within the limits of the real engine."""
+        check_answer_limits(max_tokens=spec.max_tokens, stop=spec.stop)
+        SamplingSettings(spec.temperature, spec.top_p, spec.seed)
         if spec.question.startswith("explode"):
             raise self.explosion(f"about {spec.question}")
         ask = FakeAsk(spec, context.hold(), on_event)

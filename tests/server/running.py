@@ -76,6 +76,28 @@ def until(holds, seconds=10.0):
         time.sleep(0.005)
 
 
+class Held:
+    """A function or method that waits at its start until the gate is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.arrived, self.gate, self.left = threading.Event(), threading.Event(), threading.Event()
+        original = getattr(owner, name)
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.arrived.set()
+            assert self.gate.wait(10), "the gate was never set"
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.left.set()
+
+        monkeypatch.setattr(owner, name, held)
+
+    def open_soon(self) -> None:
+        """Set the gate in a moment, from another thread."""
+        threading.Timer(0.3, self.gate.set).start()
+
+
 class KeptLog:
     """A log that keeps its events, for tests that look at them."""
 
@@ -108,7 +130,7 @@ class RunningServer:
         self.model = model or FakeModel()
         self.engine = FakeEngine(self.model)
         self.reading = FakeReading()
-        self.valkey = EmbeddedValkey(data)
+        self.valkey: Any = EmbeddedValkey(data)
         given = {"data": data, "model": "fake", "listen": "127.0.0.1:0", "drain_s": 5, **settings}
         self.settings = Settings(**given)
         self.app: Any = None
@@ -120,7 +142,6 @@ class RunningServer:
 
     def start(self) -> RunningServer:
         """Start and wait until it serves."""
-        self.valkey.start()
         self._thread.start()
         assert self._ready.wait(20), "the server did not start"
         self.channel = grpc.insecure_channel(self.address)
@@ -132,6 +153,7 @@ class RunningServer:
         if self._thread.is_alive():
             self.drain()
             self._thread.join(20)
+            assert not self._thread.is_alive(), "the server did not stop"
         self.channel.close()
         self.valkey.stop()
 
@@ -153,6 +175,7 @@ class RunningServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._told = asyncio.Event()
+        self.valkey = await server_app.start_valkey(self.data, self.log)
         server = grpc.aio.server(options=server_app.OPTIONS)
         self.address = server_app.bind(server, self.settings.listen)
         self.app = server_app.App(

@@ -2,13 +2,14 @@
 
 import shutil
 import threading
-import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from openbook.server import broker
 from openbook.server.app import StartRefused, bind
+from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2 as pb
 
 from .fakes import FakeModel
@@ -159,15 +160,55 @@ def test_an_address_in_use_is_refused(server):
     asyncio.run(run())
 
 
+def test_a_stop_that_waits_for_an_answer_leaves_the_line_alone(server):
+    import redis
+
+    context = active(server)
+    server.reading.gate.clear()
+    ingest(server, b"another")
+    server.engine.gate.clear()
+    answer = ask(server, context.name, max_tokens=1)
+    until(lambda: server.engine.asks and len(server.reading.calls) == 2)
+    server.drain()
+    until(lambda: "ingest_cancelled" in server.log.names())
+    with redis.Redis(unix_socket_path=str(server.valkey.socket_path)) as client:
+        before = client.info("commandstats")["cmdstat_eval"]["calls"]
+        threading.Event().wait(0.3)
+        after = client.info("commandstats")["cmdstat_eval"]["calls"]
+    assert after - before < 10
+    server.engine.gate.set()
+    assert text_of(answer) == "who-0 "
+
+
+def test_a_server_whose_valkey_does_not_start_serves_and_tries_again(make_server, monkeypatch):
+    start = EmbeddedValkey.start
+    comes = threading.Event()
+
+    def start_late(self):
+        if not comes.is_set():
+            raise ValkeyFailed("not now")
+        start(self)
+
+    monkeypatch.setattr(EmbeddedValkey, "start", start_late)
+    monkeypatch.setattr(broker, "WATCH_S", 0.05)
+    server = make_server()
+    context = active(server)
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+    assert "valkey_failed" in server.log.names() and "valkey_started" not in server.log.names()
+    comes.set()
+    until(lambda: "redis_back" in server.log.names())
+
+
 @pytest.mark.parametrize("loss", ["kill", "flush"])
 def test_asks_and_ingests_go_on_without_redis(server, loss):
+    gone = threading.Event()
     context = active(server)
     server.engine.gate.clear()
     running = ask(server, context.name, max_tokens=3)
     until(lambda: server.engine.asks)
     if loss == "kill":
         server.valkey.stop()
-        server.valkey.start = lambda: time.sleep(60)  # and it stays away
+        server.valkey.start = gone.wait  # and it stays away
     else:
         import redis
 
@@ -177,6 +218,7 @@ def test_asks_and_ingests_go_on_without_redis(server, loss):
     assert text_of(running) == "who-0 who-1 who-2 "
     assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
     assert active(server, b"another").token_count == 7
+    gone.set()
 
 
 def test_a_lease_is_held_while_a_context_is_open_and_released_at_the_end(server):

@@ -113,7 +113,7 @@ def test_the_keeper_starts_a_dead_embedded_valkey_again(valkey, log, monkeypatch
         keeper = asyncio.create_task(broker.keep())
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(5):
-            while "valkey_restart" not in log.names() or not valkey.is_running():
+            while "valkey_started" not in log.names() or not valkey.is_running():
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.6)
         assert await broker.command("ECHO", "x") == "x"

@@ -7,18 +7,20 @@ import grpc
 import pytest
 
 from openbook.server.app import OPTIONS
+from openbook.server.documents import Documents
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 
-from .running import DOCUMENT, active, ask, ingest, refusal, text_of, until, upload
+from .running import DOCUMENT, Held, active, ask, ingest, refusal, text_of, until, upload
 
 
-def test_an_ask_without_a_deadline_gets_the_server_s(make_server):
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_an_ask_ends_at_the_server_s_deadline_whatever_its_caller_allows(make_server, timeout):
     server = make_server(ask_deadline_s=0.3)
     context = active(server)
     server.engine.gate.clear()
     request = pb.AskRequest(context=context.name, question="who")
-    status, reason, details = refusal(lambda: server.stub.Ask(request))
+    status, reason, details = refusal(lambda: server.stub.Ask(request, timeout=timeout))
     assert (status, reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_PASSED")
     assert details == {"limit_s": "0.3"}
     server.engine.gate.set()
@@ -57,6 +59,17 @@ def test_an_upload_whose_caller_leaves_leaves_nothing(server):
     call = server.stub.IngestContext.future(slow())
     until(lambda: list((server.data / "uploads").iterdir()))
     call.cancel()
+    until(lambda: not list((server.data / "uploads").iterdir()))
+
+
+def test_an_upload_whose_caller_leaves_before_it_is_begun_leaves_nothing(server, monkeypatch):
+    held = Held(monkeypatch, Documents, "receive")
+    call = server.stub.IngestContext.future(upload())
+    held.arrived.wait(10)
+    call.cancel()
+    until(lambda: any("CANCELLED" in fields.values() for _, _, fields in server.log.events))
+    held.gate.set()
+    held.left.wait(10)
     until(lambda: not list((server.data / "uploads").iterdir()))
 
 

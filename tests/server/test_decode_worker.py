@@ -71,7 +71,7 @@ def test_case_b43_contexts_in_use_over_the_memory_are_refused_and_idle_ones_make
             assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
     server.engine.gate.clear()
     answer = ask(server, first.name, max_tokens=1)
-    until(lambda: server.app.opened.is_in_use(first.name.removeprefix("contexts/")))
+    until(lambda: len(server.engine.asks) == 11)
     status, reason, _ = refusal(lambda: ask(server, second.name))
     assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OPENED_FULL")
     server.engine.gate.set()
@@ -91,6 +91,39 @@ def test_a_failing_engine_ends_every_answer_and_health_says_so(server):
     until(lambda: health.Check(request).status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
+def test_an_engine_that_dies_while_a_context_is_opened_ends_the_answer(server):
+    context = active(server)
+    server.engine.open_gate.clear()
+    answer = ask(server, context.name)
+    until(lambda: server.app.decode.asks_running == 1)
+    server.engine.crash = MemoryError()
+    until(lambda: not server.app.decode.is_alive())
+    server.engine.open_gate.set()
+    assert refusal(lambda: answer)[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_STOPPED")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 1025]}, "stop"),
+    ],
+)
+def test_case_b54_a_value_that_the_engine_refuses_is_refused_by_name(server, fields, named):
+    context = active(server)
+    status, reason, details = refusal(lambda: ask(server, context.name, **fields))
+    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "ARGUMENT_INVALID")
+    assert details == {"field": named}
+
+
 @pytest.mark.parametrize("question", ["explode now", "fail now"])
 @pytest.mark.parametrize(
     "explosion", [RuntimeError, MemoryError, asyncio.CancelledError, SystemExit]
@@ -103,21 +136,6 @@ def test_case_b61_an_unexpected_error_is_answered_with_a_fixed_text(server, ques
     assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
     assert "now" not in raised.value.details()
     assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
-
-
-def test_an_answer_that_nobody_takes_is_bounded(monkeypatch):
-    monkeypatch.setattr("openbook.server.decode_worker.EVENTS_MAX", 3)
-
-    async def run():
-        stream = AnswerStream(asyncio.get_running_loop())
-        for i in range(5):
-            stream.push(Delta(str(i)))
-        await asyncio.sleep(0.01)
-        assert await stream.next() == "012"
-        with pytest.raises(ReaderStalled):
-            await stream.next()
-
-    asyncio.run(run())
 
 
 def test_pieces_that_wait_go_out_as_one_message_before_the_end():

@@ -33,7 +33,8 @@ def example(kind):
     values = []
     for parameter in inspect.signature(kind.__init__).parameters.values():
         name = getattr(parameter.annotation, "__name__", str(parameter.annotation))
-        if parameter.name not in ("self", "args", "kwargs"):
+        is_needed = parameter.default is parameter.empty
+        if is_needed and parameter.name not in ("self", "args", "kwargs"):
             values.append(made.get(str(parameter.annotation), made.get(name, "word")))
     return kind(*values)
 

@@ -49,6 +49,15 @@ def test_a_secret_open_to_others_or_cut_short_is_refused(data):
         load_secret(data)
 
 
+def test_a_secret_that_cannot_be_read_or_made_is_refused_in_one_line(data):
+    (data / "secret.new").mkdir()
+    with pytest.raises(DataDirectoryRefused, match="cannot be read or made"):
+        load_secret(data)
+    (data / "secret").mkdir(mode=0o700)
+    with pytest.raises(DataDirectoryRefused, match="cannot be read or made"):
+        load_secret(data)
+
+
 def test_a_file_is_no_data_directory(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

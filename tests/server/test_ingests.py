@@ -2,13 +2,17 @@
 
 import hashlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
+from openbook.indexstore.errors import ContextInUse
+from openbook.server import ingest_worker, ingests
+from openbook.server.documents import Documents
 from openbook.v1 import contexts_pb2 as pb
 
-from .running import DOCUMENT, active, ask, ingest, refusal, settle, text_of, until, upload
+from .running import DOCUMENT, Held, active, ask, ingest, refusal, settle, text_of, until, upload
 
 
 def test_a_document_becomes_a_context_that_answers(server):
@@ -153,6 +157,64 @@ def test_too_many_waiting_documents_are_refused(make_server):
     assert ingest(server, b"two").state == pb.CONTEXT_STATE_CREATING  # that one waits already
 
 
+def test_documents_that_arrive_at_once_never_pass_the_limit(make_server, monkeypatch):
+    server = make_server(ingests_waiting_max=2)
+    server.reading.gate.clear()
+    held = Held(monkeypatch, Documents, "keep")
+    held.open_soon()
+
+    def reason(number):
+        try:
+            return ingest(server, b"document %d" % number).state
+        except grpc.RpcError as error:
+            return error.code()
+
+    with ThreadPoolExecutor(6) as callers:
+        ends = list(callers.map(reason, range(6)))
+    assert ends.count(pb.CONTEXT_STATE_CREATING) == 2
+    assert ends.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 4
+
+
+def test_a_full_line_answers_for_the_documents_it_knows(make_server):
+    server = make_server(ingests_waiting_max=1, uploads_max=1)
+    known = active(server, b"known")
+    server.reading.gate.clear()
+    waiting = ingest(server, b"waits")
+    assert ingest(server, b"known").name == known.name
+    assert ingest(server, b"waits").name == waiting.name
+    with Unending(server):  # the only upload that may be under way
+        assert refusal(lambda: ingest(server, b"known"))[1] == "INGEST_QUEUE_FULL"
+        for document, name in ((b"known", known.name), (b"waits", waiting.name)):
+            assert ingest(server, document, sha256=digest(document)).name == name
+
+
+def test_a_full_line_refuses_an_announced_document_before_it_is_sent(make_server):
+    server = make_server(ingests_waiting_max=1)
+    server.reading.gate.clear()
+    ingest(server, b"waits")
+    unending = Unending(server, sha256=digest(b"new"))
+    status, reason, _ = refusal(unending.call.result)
+    assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL")
+    unending.__exit__()
+
+
+def test_uploads_at_once_are_bounded_and_each_end_makes_room(make_server):
+    server = make_server(uploads_max=1)
+    with Unending(server):
+        status, reason, details = refusal(lambda: ingest(server))
+        assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL")
+        assert details == {"limit": "1"}
+    until(lambda: not list((server.data / "uploads").iterdir()))
+    for _ in range(2):
+        assert refusal(lambda: ingest(server, sha256=digest(b"x")))[1] == "DIGEST_MISMATCH"
+    assert active(server).state == pb.CONTEXT_STATE_ACTIVE
+
+
+def test_a_context_is_as_old_as_its_upload(server):
+    context = active(server)
+    assert server.reading.created_unix_s == [context.create_time.seconds]
+
+
 def test_a_deleted_context_is_gone_with_its_files_and_can_be_read_again(server):
     context = active(server, display_name="Light")
     server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
@@ -199,3 +261,93 @@ def test_a_context_deleted_and_uploaded_again_at_once_is_read(server):
     assert ingest(server).name == context.name
     server.reading.gate.set()
     assert settle(server, context.name).state == pb.CONTEXT_STATE_ACTIVE
+
+
+def test_a_context_deleted_while_it_is_published_never_comes_back(make_server, monkeypatch):
+    server = make_server()
+    publishing = Held(monkeypatch, ingest_worker, "publish")
+    name = Documents.name
+
+    def name_late(*args):  # a deletion's last step: by now a publish that was under way has ended
+        publishing.left.wait(10)
+        threading.Event().wait(0.2)
+        name(*args)
+
+    context = ingest(server)
+    publishing.arrived.wait(10)
+    monkeypatch.setattr(Documents, "name", name_late)
+    publishing.open_soon()
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    assert_gone(server, context, make_server)
+
+
+def test_a_context_deleted_while_its_failure_is_noted_never_comes_back(make_server, monkeypatch):
+    server = make_server()
+    failing = Held(monkeypatch, Documents, "fail")
+    context = ingest(server, b" ")
+    failing.arrived.wait(10)
+    failing.open_soon()
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    failing.left.wait(10)
+    assert_gone(server, context, make_server)
+
+
+def test_a_context_deleted_while_it_is_stored_leaves_nothing(make_server, monkeypatch):
+    server = make_server()
+    keeping = Held(monkeypatch, Documents, "keep")
+    call = server.stub.IngestContext.future(upload(display_name="Light"))
+    keeping.arrived.wait(10)
+    (context,) = server.stub.ListContexts(pb.ListContextsRequest()).contexts
+    keeping.open_soon()
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
+    call.result(10)
+    assert_gone(server, context, make_server)
+
+
+def test_a_deletion_that_the_store_refuses_leaves_the_context(server, monkeypatch):
+    context = active(server)
+
+    def refuse(*_):
+        raise ContextInUse("elsewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ingests, "delete", refuse)
+        request = pb.DeleteContextRequest(name=context.name)
+        assert refusal(lambda: server.stub.DeleteContext(request))[1] == "CONTEXT_IN_USE"
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+
+
+def assert_gone(server, context, make_server):
+    """Hold that nothing of a context is left, now and after a restart."""
+    request = pb.GetContextRequest(name=context.name)
+    assert refusal(lambda: server.stub.GetContext(request))[1] == "CONTEXT_UNKNOWN"
+    server.stop()
+    context_id = context.name.removeprefix("contexts/")
+    assert [path for path in server.data.rglob("*") if context_id in str(path)] == []
+    again = make_server()
+    assert list(again.stub.ListContexts(pb.ListContextsRequest()).contexts) == []
+
+
+def digest(document):
+    return hashlib.sha256(document).digest()
+
+
+class Unending:
+    """An upload under way whose last byte never comes."""
+
+    def __init__(self, server, **metadata):
+        self.over = threading.Event()
+
+        def messages():
+            yield from upload(b"start", **metadata)
+            self.over.wait(20)
+
+        self.call = server.stub.IngestContext.future(messages())
+        self.server = server
+
+    def __enter__(self):
+        until(lambda: list((self.server.data / "uploads").glob("*.part")))
+
+    def __exit__(self, *_):
+        self.call.cancel()
+        self.over.set()

@@ -30,7 +30,8 @@ def test_the_environment_is_read_and_an_option_wins(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "--data"),
+        ({"data": None}, "--data (or OPENBOOK_DATA)"),
+        ({**NEEDED, "answer_tokens_max": 32_769}, "OPENBOOK_ANSWER_TOKENS_MAX"),
         ({**NEEDED, "threads": "many"}, "--threads"),
         ({**NEEDED, "threads": 0}, "--threads"),
         ({**NEEDED, "dtype": "int4"}, "--dtype"),
@@ -53,6 +54,13 @@ def test_a_wrong_setting_is_named_in_one_line(given, words):
         load_settings(given)
     assert words in str(refused.value) and "\n" not in str(refused.value)
     assert "hunter2" not in str(refused.value)
+
+
+def test_a_setting_that_is_no_option_is_named_by_its_variable(monkeypatch):
+    monkeypatch.setenv("OPENBOOK_DRAIN_S", "soon")
+    with pytest.raises(SettingsInvalid) as refused:
+        load_settings(NEEDED)
+    assert "OPENBOOK_DRAIN_S" in str(refused.value) and "--" not in str(refused.value)
 
 
 def test_a_password_is_not_shown():

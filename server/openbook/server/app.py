@@ -69,9 +69,6 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
-MakeEngine = Callable[[Model], Engine]
-Announce = Callable[[str], None]
-
 
 class StartRefused(Exception):
     """The server cannot start as told; the text is one line for a person."""
@@ -104,7 +101,7 @@ async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
     async with AsyncExitStack() as stack:
         valkey = None
         if settings.redis_url is None:
-            valkey = await _start_valkey(settings.data, log)
+            valkey = await start_valkey(settings.data, log)
             stack.callback(valkey.stop)
         log.info("model_loading", device=settings.device, dtype=settings.dtype)
         model = await _load(settings, signals)
@@ -116,8 +113,13 @@ async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
             sequences_max=settings.sequences_max,
             question_tokens_max=settings.question_tokens_max,
         )
-        app = App(settings, secret, model, engine, valkey=valkey, read=worker.ingest, log=log)
-        await app.start(server)
+        try:
+            app = App(settings, secret, model, engine, valkey=valkey, read=worker.ingest, log=log)
+            await app.start(server)
+        except OSError as error:
+            raise StartRefused(
+                f"the data directory {settings.data} cannot be used: {error.strerror}"
+            ) from error
         announce(address)
         log.info("ready", address=address, model=model.fingerprint[:16], pid=os.getpid())
         await signals.first.wait()
@@ -176,6 +178,7 @@ class App:
             tenant_root=tenant_root,
             model_name=model.name,
             waiting_max=settings.ingests_waiting_max,
+            uploads_max=settings.uploads_max,
             log=log,
         )
         self.service = ContextService(
@@ -272,14 +275,20 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
     return f"{host}:{port}"
 
 
-async def _start_valkey(data: Path, log: Log) -> EmbeddedValkey:
-    """Start the embedded Valkey; without it everything works but leases and the queue's stream."""
+async def start_valkey(data: Path, log: Log) -> EmbeddedValkey:
+    """Return the embedded Valkey, started if it can be: it advises, and the broker tries again.
+
+    Raises StartRefused when others could answer on its socket.
+    """
     try:
         valkey = EmbeddedValkey(data)
-        await asyncio.to_thread(valkey.start)
     except ValkeyFailed as error:
         raise StartRefused(str(error)) from error
-    log.info("valkey_started")
+    try:
+        await asyncio.to_thread(valkey.start)
+        log.info("valkey_started")
+    except ValkeyFailed:
+        log.warning("valkey_failed")  # its own words are in valkey.log
     return valkey
 
 

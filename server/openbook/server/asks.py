@@ -1,12 +1,11 @@
 """From an AskRequest to what the engine is asked, or a refusal.
 
-Owns which fields of AskRequest are served and the range of each. It knows nothing of engines or
-tokens beyond their limits.
+Owns which fields of AskRequest are served, and the limits that are the server's: on what it reads
+and on how long it answers. The ranges of `temperature`, `top_p`, `seed` and `stop` are the
+engine's, which names the field as well.
 """
 
 from __future__ import annotations
-
-import math
 
 from openbook.indexstore.head import Budget, PlanKind
 from openbook.server.errors import ArgumentInvalid, FieldNotSupported
@@ -15,10 +14,8 @@ from openbook.v1 import contexts_pb2 as pb
 from openbook.worker import AskSpec
 
 MAX_TOKENS_DEFAULT = 256
-STOPS_MAX = 16
-STOP_BYTES_MAX = 1024
 QUESTION_BYTES_MAX = 1 << 20  # before anything is tokenised; the limit proper counts tokens
-KEYS_MAX = 1 << 20
+KEYS_MAX = 4096  # the search's queue grows with them, and all answers share its thread
 
 # Every field of AskRequest is in one of these two; a test holds them against the interface.
 SERVED = frozenset(
@@ -45,10 +42,10 @@ def ask_spec(request: pb.AskRequest, *, answer_tokens_max: int) -> AskSpec:
         question=request.question,
         answer_prefix=request.answer_prefix,
         max_tokens=_max_tokens(request, answer_tokens_max),
-        temperature=_temperature(request),
-        top_p=_top_p(request),
+        temperature=request.temperature,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
         seed=request.seed if request.HasField("seed") else None,
-        stop=_stop(request),
+        stop=tuple(request.stop),
         budget=_budget(request),
         plan=PLANS[request.plan],
     )
@@ -81,29 +78,6 @@ def _max_tokens(request: pb.AskRequest, most: int) -> int:
     return count
 
 
-def _temperature(request: pb.AskRequest) -> float:
-    value = request.temperature
-    if not math.isfinite(value) or not 0 <= value <= 10:
-        raise ArgumentInvalid("temperature", "must be from 0 to 10")
-    return value
-
-
-def _top_p(request: pb.AskRequest) -> float:
-    value = request.top_p if request.HasField("top_p") else 1.0
-    if not 0 < value <= 1:  # NaN is not in that range either
-        raise ArgumentInvalid("top_p", "must be above 0 and at most 1")
-    return value
-
-
-def _stop(request: pb.AskRequest) -> tuple[str, ...]:
-    if len(request.stop) > STOPS_MAX:
-        raise ArgumentInvalid("stop", f"may hold at most {STOPS_MAX} strings")
-    for text in request.stop:
-        if not 1 <= len(text.encode()) <= STOP_BYTES_MAX:
-            raise ArgumentInvalid("stop", f"strings must have from 1 to {STOP_BYTES_MAX} bytes")
-    return tuple(request.stop)
-
-
 def _budget(request: pb.AskRequest) -> Budget:
     estimate = request.estimate if request.HasField("estimate") else True
     kind = request.budget.WhichOneof("kind")
@@ -111,6 +85,8 @@ def _budget(request: pb.AskRequest) -> Budget:
         return Budget(kind="exact", estimate=False)  # every key is read: nothing to stand in for
     if kind == "keys":
         if not 1 <= request.budget.keys.count <= KEYS_MAX:
-            raise ArgumentInvalid("budget.keys.count", f"must be from 1 to {KEYS_MAX}")
+            raise ArgumentInvalid(
+                "budget.keys.count", f"must be from 1 to {KEYS_MAX}; budget.exact reads every key"
+            )
         return Budget(keys=request.budget.keys.count, estimate=estimate)
     return Budget(estimate=estimate)

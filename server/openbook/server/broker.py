@@ -102,16 +102,21 @@ class Broker:
             self._log.warning("redis_evicts_leases", policy=policy)
 
     async def keep(self) -> None:
-        """Restart the embedded Valkey whenever it is gone, until cancelled."""
+        """Start the embedded Valkey whenever it does not run, until cancelled."""
+        has_failed = False  # one line for any number of failures in a row
         while True:
             await asyncio.sleep(WATCH_S)
             if self._embedded is None or self._embedded.is_running():
                 continue
-            self._log.warning("valkey_restart")
             try:
                 await asyncio.to_thread(self._embedded.start)
             except ValkeyFailed:
-                self._log.error("valkey_failed")
+                if not has_failed:
+                    self._log.warning("valkey_failed")
+                has_failed = True
+            else:
+                self._log.info("valkey_started")
+                has_failed = False
 
     async def close(self) -> None:
         """Drop every connection; commands under way fail."""

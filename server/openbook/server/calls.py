@@ -30,7 +30,7 @@ class HasCalls(Protocol):
     running: int  # calls under way that a stop waits for
 
     def deadline_s(self, method: str) -> float:
-        """Return how long a method may take when its caller does not say."""
+        """Return how long a method may take, whatever its caller says."""
 
 
 Self = TypeVar("Self", bound=HasCalls)
@@ -86,9 +86,7 @@ async def abort(rpc: Rpc, wire: WireError) -> None:
 async def _in_time(
     servicer: Self, handler: Handler[Self, Answer], request: Any, rpc: Rpc
 ) -> Answer:
-    """Run a handler under the server's deadline, unless the caller has set one of its own."""
-    if rpc.time_remaining() is not None:
-        return await handler(servicer, request, rpc)
+    """Run a handler under the server's deadline; at the caller's, if sooner, grpc cancels it."""
     limit_s = servicer.deadline_s(handler.__name__)
     try:
         async with asyncio.timeout(limit_s) as deadline:

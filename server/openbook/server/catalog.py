@@ -15,9 +15,10 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from openbook.indexstore.errors import IndexStoreError, ShardCorrupt
-from openbook.indexstore.store import Manifest, list_contexts, read_manifest
+from openbook.indexstore.store import Summary, list_contexts, read_summary
 from openbook.server.errors import ContextUnknown, PageTokenInvalid, describe
 from openbook.server.identity import is_context_id
 
@@ -72,22 +73,22 @@ class Entry:
     error_reason: str = ""
     error_text: str = ""
 
-    def activated(self, manifest: Manifest) -> Entry:
-        """Return this entry as the published context that `manifest` describes."""
-        spent = manifest.stages_s
+    def activated(self, summary: Summary) -> Entry:
+        """Return this entry as the published context that `summary` describes."""
+        spent = summary.stages_s
         return replace(
             self,
-            model=manifest.model_name,
-            layout=manifest.prompt_layout,
+            model=summary.model_name,
+            layout=summary.prompt_layout,
             state=State.ACTIVE,
-            created_unix_s=float(manifest.created_unix_s),
+            created_unix_s=float(summary.created_unix_s),
             stage=Stage.DONE,
-            layers_done=manifest.layers,
-            layers=manifest.layers,
-            fingerprint=manifest.model_fingerprint,
-            token_count=manifest.token_count,
-            bytes=manifest.bytes_total,
-            kv_bytes_16bit=manifest.kv_bytes_16bit,
+            layers_done=summary.layers,
+            layers=summary.layers,
+            fingerprint=summary.model_fingerprint,
+            token_count=summary.token_count,
+            bytes=summary.bytes_total,
+            kv_bytes_16bit=summary.kv_bytes_16bit,
             timing=Timing(spent.tokenize, spent.prefill, spent.build, spent.write),
             error_reason="",
             error_text="",
@@ -105,6 +106,14 @@ class Catalog:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries = {entry.context_id: entry for entry in entries}
         self._changed: dict[str, asyncio.Event] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def changing(self, context_id: str) -> asyncio.Lock:
+        """Return the lock of a context's files; whoever changes them holds it, in turn.
+
+        An entry may change without it: after each wait under the lock, look again.
+        """
+        return self._locks.setdefault(context_id, asyncio.Lock())
 
     def find(self, context_id: str) -> Entry | None:
         """Return the entry of a context, or None."""
@@ -174,10 +183,10 @@ def read_entries(tenant_root: Path) -> list[Entry]:
             continue
         entry = Entry(path.name, "", "", State.FAILED, 0.0)
         try:
-            manifest = read_manifest(path)
-            if manifest.context_id != path.name:
+            summary = read_summary(path)
+            if summary.context_id != path.name:
                 raise ShardCorrupt("manifest.json", "names another context")
-            entries.append(entry.activated(manifest))
+            entries.append(entry.activated(summary))
         except IndexStoreError as error:
             entries.append(entry.failed(error))
     return entries

@@ -45,7 +45,8 @@ def serve(
         float | None, typer.Option(help="Stretch the model's positions by this factor.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of model and search. [default: every core]")
+        int | None,
+        typer.Option(help="Threads of model and search. [default: every core it may use]"),
     ] = None,
     redis_url: Annotated[
         str | None,

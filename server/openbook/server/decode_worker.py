@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from openbook.server.errors import AsksFull, EngineStopped, ReaderStalled
+from openbook.server.errors import AsksFull, EngineStopped
 from openbook.server.logs import Log, fault_fields
-from openbook.server.opened import OpenedContexts, in_thread
+from openbook.server.opened import OpenedContexts
+from openbook.server.threads import in_thread, made
 from openbook.worker import (
     AnswerEvent,
     Ask,
@@ -27,12 +28,14 @@ from openbook.worker import (
     OpenedContext,
 )
 
-EVENTS_MAX = 4096  # of one answer that its reader has not taken; more than any answer has tokens
 STOP_S = 30.0
 
 
 class AnswerStream:
-    """What the engine has said and the reader has not taken yet."""
+    """What the engine has said and the reader has not taken yet.
+
+    It holds one event a token and the end, so `answer_tokens_max` bounds it.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -75,10 +78,7 @@ class AnswerStream:
             await self._arrived.wait()
 
     def _take_in(self, event: AnswerEvent) -> None:
-        if len(self._events) < EVENTS_MAX:
-            self._events.append(event)
-        else:
-            self._error = ReaderStalled()
+        self._events.append(event)
         self._arrived.set()
 
 
@@ -133,8 +133,7 @@ class DecodeWorker:
         """
         if self._admitted >= self._asks_max:
             raise AsksFull(self._asks_max)
-        if not self.is_alive():
-            raise EngineStopped()
+        self._check_alive()
         self._admitted += 1
         try:
             claim = await self._opened.acquire(context_id, path, size=size)
@@ -154,6 +153,7 @@ class DecodeWorker:
         self._streams.add(stream)
         ask: Ask | None = None
         try:
+            self._check_alive()  # it may have died while the context was opened
             ask = await self._submit(spec, claim, stream)
             while True:
                 piece = await stream.next()
@@ -168,11 +168,11 @@ class DecodeWorker:
     async def _submit(self, spec: AskSpec, claim: OpenedContext, stream: AnswerStream) -> Ask:
         """Hand an ask to the engine in a thread, because that tokenises the question."""
         submitting = asyncio.create_task(in_thread(self._engine.submit, spec, claim, stream.push))
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_unwanted)
-            raise
+        return await made(submitting, undo=_cancel)
+
+    def _check_alive(self) -> None:
+        if not self.is_alive():
+            raise EngineStopped()
 
     def _run(self) -> None:
         try:
@@ -187,6 +187,5 @@ class DecodeWorker:
             stream.fail(EngineStopped())
 
 
-def _cancel_unwanted(submitting: asyncio.Task[Ask]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
+def _cancel(ask: Ask) -> None:
+    ask.cancel()

@@ -27,6 +27,7 @@ from openbook.server.identity import is_context_id, sync_directory
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RECORD_BYTES_MAX = 16 << 10
+SECONDS_MAX = 2**53  # as in a manifest
 
 
 class Upload(BaseModel):
@@ -38,7 +39,7 @@ class Upload(BaseModel):
     layout: str
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
-    received_unix_s: float
+    received_unix_s: float = Field(ge=0, le=SECONDS_MAX)
     attempts: int = Field(default=0, ge=0)
     error_reason: str = ""
     error_text: str = ""

@@ -146,10 +146,10 @@ class ContextInUse(ServerError):
 
 
 class IngestQueueFull(ServerError):
-    """Too many documents wait to be read."""
+    """Too many documents wait to be read, or arrive now."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} documents already wait to be read; try again later")
+    def __init__(self, limit: int, *, what: str = "wait to be read") -> None:
+        super().__init__(f"{limit} documents already {what}; try again later")
         self.limit = limit
 
 
@@ -223,7 +223,7 @@ class DeadlinePassed(ServerError):
     """The call took longer than the server allows."""
 
     def __init__(self, limit_s: float) -> None:
-        super().__init__(f"the call took longer than {limit_s:g} s")
+        super().__init__(f"the call took longer than the {limit_s:g} s that this server allows")
         self.limit_s = limit_s
 
 

@@ -66,11 +66,19 @@ def open_data_directory(data: Path) -> IO[bytes]:
 def load_secret(data: Path) -> bytes:
     """Return the secret of `data`, making it at the first start. Raises DataDirectoryRefused.
 
-    It is linked into place whole and synced, because every context id depends on it.
+    It is renamed into place whole and synced, because every context id depends on it.
     """
-    path = data / "secret"
+    try:
+        return _load_secret(data / "secret")
+    except OSError as error:
+        raise DataDirectoryRefused(
+            f"the secret {data / 'secret'} cannot be read or made: {error.strerror}"
+        ) from error
+
+
+def _load_secret(path: Path) -> bytes:
     if not path.exists():
-        draft = data / "secret.new"
+        draft = path.with_name("secret.new")
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -78,7 +86,7 @@ def load_secret(data: Path) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         os.rename(draft, path)
-        sync_directory(data)
+        sync_directory(path.parent)
     status = path.stat()
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise DataDirectoryRefused(f"the secret {path} is open to other users; run: chmod 600 it")

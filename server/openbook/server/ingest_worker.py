@@ -2,7 +2,9 @@
 
 Owns the order of an ingest's steps outside the worker: claim, read, publish, tell. It knows
 nothing of tokens. Everything it does may be done twice: a publish that finds the same context in
-place adopts it, and a document is removed only after its context is there.
+place adopts it, and a document is removed only after its context is there. A deletion sets the
+reading's event first and then waits for the lock of the context's files: under that lock, an event
+that is not set means that the context is still wanted.
 """
 
 from __future__ import annotations
@@ -14,21 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from openbook.indexstore.store import (
-    TRASH_NAME,
-    Draft,
-    Manifest,
-    begin,
-    delete,
-    publish,
-    read_manifest,
-)
+from openbook.indexstore.store import Draft, Manifest, Summary, begin, publish, read_summary
 from openbook.server.catalog import Catalog, Stage, State
 from openbook.server.documents import Documents, Upload
 from openbook.server.errors import IngestCancelled, IngestCrashed, describe, is_fault
 from openbook.server.ingest_queue import Claim, IngestQueue
 from openbook.server.logs import Log, fault_fields
-from openbook.worker import IngestCancelled as WorkerCancelled
 from openbook.worker import IngestProgress, IngestSettings, Model
 
 ATTEMPTS_MAX = 3  # a document that took the server down so often is not read again
@@ -54,6 +47,7 @@ class ReadDocument(Protocol):
         settings: IngestSettings,
         on_progress: Callable[[IngestProgress], None],
         is_cancelled: Callable[[], bool],
+        created_unix_s: int,
     ) -> Manifest:
         """Read, index and seal; see openbook.worker.ingest."""
 
@@ -87,8 +81,8 @@ class IngestWorker:
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Read documents until cancelled."""
-        while True:
+        """Read documents until cancelled; told to stop, take no more."""
+        while not self._is_stopping:
             try:
                 claim = await self._queue.take()
                 async with self._working:
@@ -96,6 +90,7 @@ class IngestWorker:
             except Exception as error:  # a disk that fails must not end the line
                 self._log.error("ingest_line_failed", **fault_fields(error))
                 await asyncio.sleep(RETRY_S)
+        await asyncio.Event().wait()  # what is claimed and waits is read after a restart
 
     def cancel(self, context_id: str) -> None:
         """Stop reading a document before its next layer, if it is being read."""
@@ -114,7 +109,7 @@ class IngestWorker:
     async def _work(self, claim: Claim) -> None:
         upload = await asyncio.to_thread(self._documents.find, claim.context_id)
         if upload is None or not self._is_wanted(claim.context_id):
-            await self._queue.done(claim)  # read before, or deleted
+            await self._finish(claim)  # read before, or deleted
             return
         if self._is_stopping:
             return
@@ -122,71 +117,86 @@ class IngestWorker:
         beating = asyncio.create_task(self._beat(claim))
         try:
             await self._read_upload(upload, cancelled)
-        except (WorkerCancelled, IngestCancelled):
-            self._log.info("ingest_cancelled", context=claim.context_id)
         except Exception as error:
-            await self._give_up(upload, error)
+            await self._give_up(upload, error, cancelled)
         finally:
             beating.cancel()
             del self._cancelled[claim.context_id]
-        if self._is_stopping:
-            await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts)
-            return
+        if not self._is_stopping:
+            await self._finish(claim)
+
+    async def _finish(self, claim: Claim) -> None:
+        """Take a claim out of the line, unless its document was deleted and uploaded again."""
         await self._queue.done(claim)
-        if self._is_wanted(claim.context_id):  # deleted and uploaded again meanwhile
+        if not self._is_wanted(claim.context_id):
+            return
+        if await asyncio.to_thread(self._documents.find, claim.context_id) is not None:
             await self._queue.put(claim.context_id)
 
     async def _read_upload(self, upload: Upload, cancelled: threading.Event) -> None:
         if upload.attempts >= ATTEMPTS_MAX:
             raise IngestCrashed(upload.attempts)
         self._log.info("ingest_started", context=upload.context_id, bytes=upload.bytes)
-        await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts + 1)
+        async with self._catalog.changing(upload.context_id):
+            if cancelled.is_set():
+                raise IngestCancelled()
+            await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts + 1)
         loop = asyncio.get_running_loop()
-        manifest = await loop.run_in_executor(self._thread, self._ingest, upload, cancelled, loop)
-        await self._succeed(upload.context_id, manifest)
+        draft = await loop.run_in_executor(self._thread, begin, self._tenant_root.parent)
+        try:
+            manifest = await loop.run_in_executor(
+                self._thread, self._ingest, upload, draft, cancelled, loop
+            )
+            await self._publish(draft, manifest, cancelled)
+        finally:
+            await asyncio.to_thread(draft.discard)
 
     def _is_wanted(self, context_id: str) -> bool:
         entry = self._catalog.find(context_id)
         return entry is not None and entry.state is State.CREATING
 
     def _ingest(
-        self, upload: Upload, cancelled: threading.Event, loop: asyncio.AbstractEventLoop
+        self,
+        upload: Upload,
+        draft: Draft,
+        cancelled: threading.Event,
+        loop: asyncio.AbstractEventLoop,
     ) -> Manifest:
-        """Read one document and publish its context; runs in the thread."""
+        """Read one document into a draft; runs in the thread."""
+
+        def note(progress: IngestProgress) -> None:
+            if not cancelled.is_set():  # else the entry is that of a later upload, or gone
+                stage = STAGES[progress.stage]
+                self._catalog.progress(
+                    upload.context_id, stage, progress.layers_done, progress.layers
+                )
 
         def tell(progress: IngestProgress) -> None:
-            loop.call_soon_threadsafe(
-                self._catalog.progress,
-                upload.context_id,
-                STAGES[progress.stage],
-                progress.layers_done,
-                progress.layers,
-            )
+            loop.call_soon_threadsafe(note, progress)
 
-        document = self._documents.read(upload)
-        final = self._tenant_root / upload.context_id
-        with begin(self._tenant_root.parent) as draft:
-            manifest = self._read(
-                self._model,
-                document,
-                draft,
-                context_id=upload.context_id,
-                settings=self._settings_for(upload.layout),
-                on_progress=tell,
-                is_cancelled=cancelled.is_set,
-            )
+        return self._read(
+            self._model,
+            self._documents.read(upload),
+            draft,
+            context_id=upload.context_id,
+            settings=self._settings_for(upload.layout),
+            on_progress=tell,
+            is_cancelled=cancelled.is_set,
+            created_unix_s=int(upload.received_unix_s),
+        )
+
+    async def _publish(self, draft: Draft, manifest: Manifest, cancelled: threading.Event) -> None:
+        """Put a sealed draft in place and make its entry ACTIVE. Raises IngestCancelled."""
+        context_id = manifest.context_id
+        async with self._catalog.changing(context_id):
             if cancelled.is_set():
                 raise IngestCancelled()
-            return manifest if publish(draft, final) else read_manifest(final)
-
-    async def _succeed(self, context_id: str, manifest: Manifest) -> None:
-        entry = self._catalog.find(context_id)
-        if entry is None:  # deleted after the last look
-            trash = self._tenant_root.parent / TRASH_NAME
-            await asyncio.to_thread(delete, self._tenant_root / context_id, trash)
-            raise IngestCancelled()
-        self._catalog.put(entry.activated(manifest))
-        await asyncio.to_thread(self._documents.remove, context_id)
+            summary = await asyncio.to_thread(_published, draft, self._tenant_root / context_id)
+            entry = self._catalog.find(context_id)
+            if cancelled.is_set() or entry is None:
+                raise IngestCancelled()  # whoever deletes it waits for the lock
+            self._catalog.put(entry.activated(summary))
+            await asyncio.to_thread(self._documents.remove, context_id)
         spent = manifest.stages_s
         self._log.info(
             "ingest_done",
@@ -198,14 +208,24 @@ class IngestWorker:
             write_s=round(spent.write, 3),
         )
 
-    async def _give_up(self, upload: Upload, error: Exception) -> None:
-        wire = describe(error)
-        fields = fault_fields(error) if is_fault(error) else {}
-        self._log.warning("ingest_failed", context=upload.context_id, reason=wire.reason, **fields)
-        await asyncio.to_thread(self._documents.fail, upload, reason=wire.reason, text=wire.text)
-        entry = self._catalog.find(upload.context_id)
-        if entry is not None:
-            self._catalog.put(entry.failed(error))
+    async def _give_up(self, upload: Upload, error: Exception, cancelled: threading.Event) -> None:
+        """Note that a document was not read: for good, unless deleted or to be read again."""
+        context_id = upload.context_id
+        async with self._catalog.changing(context_id):
+            if cancelled.is_set():
+                self._log.info("ingest_cancelled", context=context_id)
+                if self._is_stopping and self._is_wanted(context_id):  # a stop is no attempt
+                    await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts)
+                return
+            wire = describe(error)
+            fields = fault_fields(error) if is_fault(error) else {}
+            self._log.warning("ingest_failed", context=context_id, reason=wire.reason, **fields)
+            await asyncio.to_thread(
+                self._documents.fail, upload, reason=wire.reason, text=wire.text
+            )
+            entry = self._catalog.find(context_id)
+            if entry is not None and not cancelled.is_set():
+                self._catalog.put(entry.failed(error))
 
     async def _beat(self, claim: Claim) -> None:
         """Show others that the claim is alive and how far it is."""
@@ -216,3 +236,10 @@ class IngestWorker:
                 await self._queue.tell(claim.context_id, stage, entry.layers_done, entry.layers)
             await self._queue.beat(claim)
             await asyncio.sleep(BEAT_S)
+
+
+def _published(draft: Draft, final: Path) -> Summary:
+    """Publish a sealed draft and return what is in place: it, or the same one of another writer."""
+    if publish(draft, final) and draft.manifest is not None:
+        return draft.manifest
+    return read_summary(final)

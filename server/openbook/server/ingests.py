@@ -11,7 +11,8 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Ingests:
         tenant_root: Path,
         model_name: str,
         waiting_max: int,
+        uploads_max: int,
         log: Log,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -55,13 +57,35 @@ class Ingests:
         self._trash = tenant_root.parent / TRASH_NAME
         self._model_name = model_name
         self._waiting_max = waiting_max
+        self._uploads_max = uploads_max
+        self._uploads = 0  # under way
+        self._storing = 0  # accepted, not in line yet
         self._log = log
         self._clock = clock
 
-    def check_room(self) -> None:
-        """Raise IngestQueueFull when too many documents wait already."""
-        if self._queue.waiting_count >= self._waiting_max:
-            raise IngestQueueFull(self._waiting_max)
+    def find(self, layout: str, document_sha256: bytes) -> Entry | None:
+        """Return the context of a document that need not be sent: ACTIVE, or being read.
+
+        Raises IngestQueueFull for any other document when no more may wait.
+        """
+        entry = self._found(self._naming.id_of(layout, document_sha256))
+        if entry is None:
+            self._check_room()
+        return entry
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Count an upload, from before its first byte. Raises IngestQueueFull.
+
+        What the document is shows at its end, so one that needs no room in line is let in too.
+        """
+        if self._uploads >= self._uploads_max:
+            raise IngestQueueFull(self._uploads_max, what="arrive now")
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
 
     async def accept(
         self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
@@ -87,12 +111,10 @@ class Ingests:
         # No await between the look at the catalog and the new entry: two callers at once must not
         # both be the first.
         context_id = self._naming.id_of(layout, document_sha256)
-        entry = self._catalog.find(context_id)
-        if entry is not None and entry.state is State.CREATING:
+        entry = self._found(context_id)
+        if entry is not None:
             return entry
-        if entry is not None and entry.state is State.ACTIVE and self._naming.is_ours(entry):
-            return entry
-        self.check_room()
+        self._check_room()
         self._opened.let_go(context_id)
         created = Entry(
             context_id,
@@ -110,30 +132,57 @@ class Ingests:
             bytes=receiving.bytes,
             received_unix_s=created.created_unix_s,
         )
+        self._storing += 1
         try:
-            await asyncio.to_thread(self._bury, context_id)
-            await asyncio.to_thread(
-                self._documents.keep, receiving, upload, display_name=display_name
-            )
-        except Exception as error:
-            self._catalog.put(created.failed(error))
-            raise
-        if self._catalog.find(context_id) is None:  # deleted meanwhile
-            await asyncio.to_thread(self._documents.remove, context_id)
-            return created
-        await self._queue.put(context_id)
+            await self._store(receiving, upload, created)
+        finally:
+            self._storing -= 1
+        if self._catalog.find(context_id) is created:  # else deleted meanwhile
+            await self._queue.put(context_id)
         return created
+
+    async def _store(self, receiving: Receiving, upload: Upload, created: Entry) -> None:
+        context_id = upload.context_id
+        async with self._catalog.changing(context_id):
+            if self._catalog.find(context_id) is not created:  # deleted meanwhile
+                return
+            try:
+                await asyncio.to_thread(self._bury, context_id)
+                await asyncio.to_thread(
+                    self._documents.keep, receiving, upload, display_name=created.display_name
+                )
+            except Exception as error:
+                if self._catalog.find(context_id) is created:
+                    self._catalog.put(created.failed(error))
+                raise
+
+    def _found(self, context_id: str) -> Entry | None:
+        """Return the entry of a context that need not be read again, or None."""
+        entry = self._catalog.find(context_id)
+        if entry is None or entry.state is State.FAILED:
+            return None
+        return entry if entry.state is State.CREATING or self._naming.is_ours(entry) else None
+
+    def _check_room(self) -> None:
+        if self._queue.waiting_count + self._storing >= self._waiting_max:
+            raise IngestQueueFull(self._waiting_max)
 
     async def delete(self, context_id: str) -> None:
         """Remove a context, its upload and its name. Raises ContextUnknown or ContextInUse."""
-        self._catalog.get(context_id)
+        entry = self._catalog.get(context_id)
         self._opened.let_go(context_id)
         self._worker.cancel(context_id)
         self._queue.forget(context_id)
-        await asyncio.to_thread(self._bury, context_id)
-        await asyncio.to_thread(self._documents.remove, context_id)
-        await asyncio.to_thread(self._documents.name, context_id, "")
+        # Before the first await, so that whoever stores or publishes it meanwhile sees it gone.
         self._catalog.remove(context_id)
+        try:
+            async with self._catalog.changing(context_id):
+                await asyncio.to_thread(self._clear, context_id)
+        except Exception as error:
+            if self._catalog.find(context_id) is None:
+                is_unread = entry.state is State.CREATING  # and its reading was stopped
+                self._catalog.put(entry.failed(error) if is_unread else entry)
+            raise
         self._log.info("context_deleted", context=context_id)
 
     def mark_damaged(self, context_id: str, error: Exception) -> None:
@@ -182,6 +231,11 @@ class Ingests:
             error_reason=upload.error_reason,
             error_text=upload.error_text,
         )
+
+    def _clear(self, context_id: str) -> None:
+        self._bury(context_id)
+        self._documents.remove(context_id)
+        self._documents.name(context_id, "")
 
     def _bury(self, context_id: str) -> None:
         """Remove what is published under an id, if anything is. Raises the store's errors."""

@@ -76,11 +76,6 @@ class Leases:
         key = _lease_key(lease.context_id)
         return bool(await self._broker.command("EVAL", RELEASE, 1, key, lease.value))
 
-    async def holder(self, context_id: str) -> str | None:
-        """Return the id of the worker that holds a context, or None. Raises BrokerAway."""
-        value = await self._broker.command("GET", _lease_key(context_id))
-        return None if value is None else str(value).rpartition(" ")[0]
-
 
 class LeaseKeeper:
     """Keep leases on the contexts this worker has open, as well as Redis allows."""
@@ -104,10 +99,6 @@ class LeaseKeeper:
             self._dropped.append(lease)
         self._changed.set()
 
-    def held(self) -> tuple[str, ...]:
-        """Return the contexts whose lease this worker held when it last looked."""
-        return tuple(name for name, lease in self._wanted.items() if lease is not None)
-
     async def keep(self) -> None:
         """Renew, retake and give back until cancelled; a lost Redis is only tried again."""
         while True:
@@ -121,8 +112,8 @@ class LeaseKeeper:
         """Bring Redis in line with what is wanted, once. Never raises."""
         try:
             while self._dropped:
-                await self._leases.release(self._dropped[-1])
-                self._dropped.pop()
+                # Out of the list first: more may be dropped while Redis answers.
+                await self._leases.release(self._dropped.pop())
             for context_id in tuple(self._wanted):
                 await self._keep_one(context_id)
         except BrokerAway:

@@ -21,6 +21,7 @@ DISPLAY_NAME_BYTES_MAX = 1024
 PAGE_SIZE_DEFAULT = 50
 PAGE_SIZE_MAX = 1000
 DIGEST_BYTES = 32
+TIMESTAMP_S_MAX = 253_402_300_799  # 9999-12-31T23:59:59Z, where protobuf's Timestamp ends
 
 LAYOUTS: Mapping[pb.PromptLayout, str] = {
     pb.PROMPT_LAYOUT_CHAT: "chat",
@@ -149,6 +150,10 @@ def refuse_unknown_fields(message: Message) -> None:
 
 
 def _timestamp(unix_s: float) -> Timestamp:
+    """Return a time as a message; one that no message can hold, as the nearest.
+
+    A manifest may hold any number of seconds, and one odd manifest must not end a listing.
+    """
     message = Timestamp()
-    message.FromMilliseconds(round(unix_s * 1000))
+    message.FromMilliseconds(round(min(max(unix_s, 0), TIMESTAMP_S_MAX) * 1000))
     return message

@@ -8,18 +8,14 @@ nothing of what an open context is: the engine opens and closes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from openbook.indexstore.store import open_context
-from openbook.server.errors import ContextInUse, EngineStopped, OpenedFull
+from openbook.server.errors import ContextInUse, OpenedFull
 from openbook.server.leases import LeaseKeeper
+from openbook.server.threads import in_thread, made
 from openbook.worker import Engine, OpenedContext
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # What a file is known by: name, inode, bytes, and when content and inode last changed. Whoever
 # changes a file changes its stamp, short of setting the machine's clock back.
@@ -48,11 +44,6 @@ class OpenedContexts:
         self._bytes_max = bytes_max
         self._slots: dict[str, _Slot] = {}  # least recently used first
 
-    def is_in_use(self, context_id: str) -> bool:
-        """Tell whether an ask uses the context now."""
-        slot = self._slots.get(context_id)
-        return slot is not None and slot.users > 0
-
     async def acquire(self, context_id: str, path: Path, *, size: int) -> OpenedContext:
         """Return a claim on a context whose files are those that were verified.
 
@@ -66,7 +57,7 @@ class OpenedContexts:
                 await asyncio.wait([slot.opening])
             slot.opening = asyncio.create_task(self._open(slot))
             slot.opening.add_done_callback(lambda _: setattr(slot, "opening", None))
-            return await _uncancelled(slot.opening)
+            return await made(slot.opening, undo=_close_claim)
         except BaseException:
             self._leave(slot)
             raise
@@ -142,32 +133,8 @@ class OpenedContexts:
             slot.kept = None
 
 
-async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run the engine's function in a thread; a SystemExit in it must not end the event loop."""
-
-    def call() -> R:
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:
-            raise EngineStopped() from error
-
-    return await asyncio.to_thread(call)
-
-
-async def _uncancelled(opening: asyncio.Task[OpenedContext]) -> OpenedContext:
-    """Wait for a claim; when the caller is cancelled meanwhile, see that it is closed."""
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        opening.add_done_callback(_close_unwanted)
-        raise
-
-
-def _close_unwanted(opening: asyncio.Task[OpenedContext]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+def _close_claim(claim: OpenedContext) -> None:
+    claim.close()
 
 
 def _stamp(path: Path) -> Stamp:

@@ -43,6 +43,7 @@ from openbook.server.messages import (
     refuse_unknown_fields,
 )
 from openbook.server.naming import parse_name
+from openbook.server.threads import made
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import Finished, Model
@@ -89,7 +90,7 @@ class ContextService(rpcs.ContextServiceServicer):
         self._limits = limits
 
     def deadline_s(self, method: str) -> float:
-        """Return how long a method may take when its caller does not say."""
+        """Return how long a method may take, whatever its caller says."""
         if method == "Ask":
             return self._limits.ask_deadline_s
         if method in ("IngestContext", "WatchContext"):
@@ -100,29 +101,28 @@ class ContextService(rpcs.ContextServiceServicer):
     async def IngestContext(
         self, requests: AsyncIterator[pb.IngestContextRequest], rpc: Rpc
     ) -> pb.IngestContextResponse:
-        """Store an upload and have it read; the same document again is the same context."""
+        """Store an upload and have it read; the same document again is the same context.
+
+        A document that is there and whose digest comes first need not be sent.
+        """
         self._check_taking()
         first = await anext(aiter(requests), None)
         if first is None or not first.HasField("metadata"):
             raise ArgumentInvalid("metadata", "must be the first message")
         layout = check_metadata(first.metadata, self._model)
-        receiving = await asyncio.to_thread(self._documents.receive)
-        try:
-            await _receive(requests, receiving)
-            digest = await asyncio.to_thread(receiving.finish)
-            if first.metadata.sha256 and first.metadata.sha256 != digest:
-                raise DigestMismatch()
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(receiving.discard))
-            raise
-        accepting = self._ingests.accept(
-            receiving,
-            layout=layout,
-            document_sha256=digest,
-            display_name=first.metadata.display_name,
-        )
-        # A caller that goes away now must not tear an upload that is being stored.
-        entry = await asyncio.shield(asyncio.create_task(accepting))
+        announced = first.metadata.sha256
+        entry = self._ingests.find(layout, announced) if announced else None
+        if entry is None:
+            with self._ingests.uploading():
+                receiving, digest = await self._received(requests, announced)
+                accepting = self._ingests.accept(
+                    receiving,
+                    layout=layout,
+                    document_sha256=digest,
+                    display_name=first.metadata.display_name,
+                )
+                # A caller that goes away now must not tear an upload that is being stored.
+                entry = await asyncio.shield(asyncio.create_task(accepting))
         return pb.IngestContextResponse(context=context_message(entry))
 
     @served
@@ -203,6 +203,22 @@ class ContextService(rpcs.ContextServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, rpc: Rpc) -> pb.CountTokensResponse:
         """Refuse: not served yet."""
         raise MethodNotSupported("CountTokens")
+
+    async def _received(
+        self, requests: AsyncIterator[pb.IngestContextRequest], announced: bytes
+    ) -> tuple[Receiving, bytes]:
+        """Take an upload in, and return it with its digest; a torn one leaves nothing."""
+        beginning = asyncio.create_task(asyncio.to_thread(self._documents.receive))
+        receiving = await made(beginning, undo=Receiving.discard)  # of an empty file: no wait
+        try:
+            await _receive(requests, receiving)
+            digest = await asyncio.to_thread(receiving.finish)
+            if announced and announced != digest:
+                raise DigestMismatch()
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(receiving.discard))
+            raise
+        return receiving, digest
 
     def _check_taking(self) -> None:
         if self.is_draining:

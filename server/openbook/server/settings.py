@@ -7,13 +7,14 @@ comes from the command line, else from the environment (`OPENBOOK_` and the name
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from openbook.server.cores import usable_cores
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -28,7 +29,14 @@ class SettingsInvalid(Exception):
 
 
 class Settings(BaseSettings):
-    """The settings of one server process."""
+    """The settings of one server process.
+
+    `ask_deadline_s` ends an answer wherever it is; what came before has been sent. An answer of
+    2,048 tokens on a machine that takes 200 ms for each needs 410 s: raise it with
+    `answer_tokens_max`, or where tokens are slow. `answer_tokens_max` bounds what one answer that
+    nobody reads keeps in memory, at some hundred bytes a token. `uploads_max` documents may arrive
+    at once, each up to `document_bytes_max` on disk.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=()
@@ -41,17 +49,18 @@ class Settings(BaseSettings):
     device: str = "cpu"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     rope_scale: Annotated[float, Field(ge=1, le=64, allow_inf_nan=False)] = 1.0
-    threads: Annotated[int, Field(ge=1, le=1024)] = Field(default_factory=lambda: _cores())
+    threads: Annotated[int, Field(ge=1, le=1024)] = Field(default_factory=usable_cores)
     redis_url: SecretStr | None = None
     kv_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     plan: Literal["scan", "graph"] | None = None
 
     document_bytes_max: Annotated[int, Field(ge=1, le=GIB)] = 64 * MIB
     question_tokens_max: Annotated[int, Field(ge=1)] = 4096
-    answer_tokens_max: Annotated[int, Field(ge=1)] = 2048
+    answer_tokens_max: Annotated[int, Field(ge=1, le=32_768)] = 2048
     sequences_max: Annotated[int, Field(ge=1, le=256)] = 8
     asks_waiting_max: Annotated[int, Field(ge=0, le=4096)] = 16
     ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 16
+    uploads_max: Annotated[int, Field(ge=1, le=256)] = 16
     opened_bytes_max: Annotated[int, Field(ge=1)] = 16 * GIB
     ask_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
     call_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
@@ -83,20 +92,22 @@ class Settings(BaseSettings):
 
 
 def load_settings(given: Mapping[str, object]) -> Settings:
-    """Return the settings from `given` (None means not given) and the environment.
+    """Return the settings from `given` and the environment.
 
-    Raises SettingsInvalid with one line that names the first wrong setting. A value is never part
-    of that line: a Redis URL may hold a password.
+    `given` has every option of the command line; None means not given. Raises SettingsInvalid with
+    one line that names the first wrong setting, as an option only if it is one. A value is never
+    part of that line: a Redis URL may hold a password.
     """
     try:
         named = {name: value for name, value in given.items() if value is not None}
-        return Settings.model_validate(named | {})
+        return Settings.model_validate(named)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"
         text = first["msg"].removeprefix("Value error, ").replace("\n", " ")
-        option = f"--{name.replace('_', '-')} (or {ENV_PREFIX}{name.upper()})"
-        raise SettingsInvalid(f"invalid setting {option}: {text}") from error
+        variable = ENV_PREFIX + name.upper()
+        setting = f"--{name.replace('_', '-')} (or {variable})" if name in given else variable
+        raise SettingsInvalid(f"invalid setting {setting}: {text}") from error
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -120,7 +131,3 @@ def loopback_address(listen: str) -> str:
     if not address.is_loopback:
         raise ValueError("only loopback addresses are served, such as 127.0.0.1")
     return f"[{address}]:{int(port)}" if address.version == 6 else f"{address}:{int(port)}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

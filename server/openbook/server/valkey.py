@@ -70,11 +70,16 @@ class EmbeddedValkey:
         that was killed: it is removed.
         """
         self.stop()
-        self.socket_path.unlink(missing_ok=True)
         try:
-            binary = get_binary_path()
+            self.socket_path.unlink(missing_ok=True)
+            self._process = self._spawn(get_binary_path())
         except ValkeyServerError as error:
             raise ValkeyFailed("the embedded Valkey has no program for this machine") from error
+        except OSError as error:
+            raise ValkeyFailed(f"the embedded Valkey cannot start: {error.strerror}") from error
+        self._wait_until_ready()
+
+    def _spawn(self, binary: Path) -> subprocess.Popen[bytes]:
         options = {
             "port": "0", "unixsocket": str(self.socket_path), "unixsocketperm": "700",
             "dir": str(self._data), "save": "", "appendonly": "no", "daemonize": "no",
@@ -82,14 +87,13 @@ class EmbeddedValkey:
         }  # fmt: skip
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         with open(os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)) as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 ["/bin/sh", "-c", WATCHED, str(binary), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in a terminal must reach us alone
             )
-        self._wait_until_ready()
 
     def stop(self) -> None:
         """End the process if there is one. Never raises."""
