@@ -96,7 +96,7 @@ def test_service_is_given_longer_to_stop_than_the_server_drains() -> None:
 def test_data_is_a_volume_and_models_of_ones_own_are_mounted_read_only() -> None:
     data, models = compose()["services"]["openbook"]["volumes"]
     assert data == "data:/data" and set(compose()["volumes"]) == {"data"}
-    assert models == "${OPENBOOK_MODELS:-./models}:/models:ro"
+    assert models == "${OPENBOOK_MODELS:-./.models}:/models:ro"
 
 
 def test_caches_of_models_are_on_the_volume_and_not_in_memory() -> None:

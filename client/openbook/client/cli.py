@@ -107,7 +107,8 @@ def ask(
     ] = None,
     plan: Annotated[Plan | None, typer.Option(help="Force one search, to measure it.")] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds for the whole answer. [the server's, 120]")
+        float | None,
+        typer.Option(help="Seconds for the whole answer; the server has a limit too. [120]"),
     ] = None,
     receipt: Annotated[bool, typer.Option("--receipt", help="Print it on stderr.")] = False,
     as_json: Annotated[

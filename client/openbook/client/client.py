@@ -54,7 +54,8 @@ class Client:
         None is "chat" where the model has a chat template, else "completion".
         `on_progress` is called for each layer read. A document is read once
         for each model and layout, and keeps its id; reading goes on if this call is interrupted.
-        `timeout` is in seconds, for all of it; None leaves it to the service.
+        `timeout` is in seconds, for all of it; the service has a limit of its own (1,800 by
+        default). After either, ingesting again finds the reading where it is.
 
         Raises ValueError before any call for text that is not UTF-8, with the offset.
         """
@@ -103,7 +104,8 @@ class Client:
         stored keys a generated token reads: "exact" for all, a number (or Keys) for the best of
         each query head, None for the service's 100; `estimate` False leaves out the estimate of
         the others. `plan` "scan" or "graph" forces the search, for measurements. `timeout` is in
-        seconds, for the whole answer; None leaves it to the service (its default is 120).
+        seconds, for the whole answer; the service has a limit of its own (120 by default), and the
+        sooner of the two ends the answer with DeadlineExceeded.
 
         The question and its prefix are at most 1 MiB of UTF-8. Raises ValueError or TypeError at
         once for a setting that cannot be sent; what the service refuses is raised by the answer.
