@@ -7,12 +7,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from openbook.server import broker
+from openbook.server import app, broker
 from openbook.server.app import StartRefused, bind
+from openbook.server.settings import Settings
 from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2 as pb
 
-from .fakes import FakeModel
+from .fakes import FakeEngine, FakeModel
 from .running import DOCUMENT, active, ask, ingest, refusal, settle, text_of, until
 
 
@@ -96,13 +97,16 @@ def test_a_published_context_whose_upload_was_not_removed_yet_is_active(make_ser
 def test_an_upload_for_another_model_waits_for_that_model(make_server):
     server = make_server()
     server.reading.gate.clear()
-    name = ingest(server).name
+    name = ingest(server, display_name="Light").name
     server.stop()
+    orphan = server.data / "labels" / ("0" * 32)
+    orphan.write_text("of a context whose deletion a crash cut short")
     other = make_server(model=FakeModel("weights-b"))
-    assert listed(other) == {}
+    assert listed(other) == {} and not orphan.exists()
     other.stop()
     again = make_server()
-    assert settle(again, name).state == pb.CONTEXT_STATE_ACTIVE
+    done = settle(again, name)
+    assert done.state == pb.CONTEXT_STATE_ACTIVE and done.display_name == "Light"
 
 
 def test_a_context_of_another_model_is_refused_and_the_document_read_anew(make_server):
@@ -148,6 +152,17 @@ def test_drain_ends_in_bounded_time_when_an_answer_does_not(make_server):
     assert not server._thread.is_alive()
     with pytest.raises(grpc.RpcError):
         list(answer)
+
+
+def test_a_data_directory_of_another_shape_is_refused_in_one_line(data, monkeypatch):
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    monkeypatch.setattr(app, "capture_libraries", lambda _: None)
+    monkeypatch.setattr(app, "load_model", lambda *_, **__: FakeModel())
+    monkeypatch.setattr(app, "Engine", lambda model, **_: FakeEngine(model))
+    (data / "uploads").write_text("no directory")
+    with pytest.raises(StartRefused, match="cannot be used") as refused:
+        app.run(Settings(data=data, model="fake", listen="127.0.0.1:0"))
+    assert "\n" not in str(refused.value)
 
 
 def test_an_address_in_use_is_refused(server):

@@ -100,6 +100,15 @@ def test_attempts_are_counted_on_disk(data):
     assert Documents(data, bytes_max=10).pending()[0].attempts == 2
 
 
+def test_names_of_contexts_that_are_gone_are_swept(data):
+    documents = Documents(data, bytes_max=10)
+    documents.name(ID, "Light")
+    documents.name(OTHER, "Dark")
+    (data / "labels" / "0123.part").write_text("half")
+    assert documents.sweep_names({ID}) == 2
+    assert [path.name for path in (data / "labels").iterdir()] == [ID]
+
+
 def test_sweep_removes_what_makes_no_sense_and_keeps_the_rest(data):
     documents = Documents(data, bytes_max=10)
     upload = keep(documents)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from openbook.server.cores import usable_cores
 from openbook.server.settings import (
     SettingsInvalid,
     load_settings,
@@ -61,6 +62,10 @@ def test_a_setting_that_is_no_option_is_named_by_its_variable(monkeypatch):
     with pytest.raises(SettingsInvalid) as refused:
         load_settings(NEEDED)
     assert "OPENBOOK_DRAIN_S" in str(refused.value) and "--" not in str(refused.value)
+
+
+def test_as_many_threads_run_as_the_process_may_have_cores():
+    assert load_settings(NEEDED).threads == usable_cores()
 
 
 def test_a_password_is_not_shown():

@@ -8,9 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import redis
 
-from openbook.server.valkey import SOCKET_PATH_BYTES, EmbeddedValkey, socket_path_for
+from openbook.server.valkey import (
+    SOCKET_PATH_BYTES,
+    EmbeddedValkey,
+    ValkeyFailed,
+    socket_path_for,
+)
 
 
 def _ask(path: Path) -> int:
@@ -99,3 +105,12 @@ def test_a_long_data_directory_gets_a_short_private_socket_directory(tmp_path):
     assert _ask(path) > 0
     server.stop()
     path.parent.rmdir()
+
+
+def test_what_the_disk_refuses_is_a_failure_to_start(data, tmp_path, monkeypatch):
+    (data / "valkey.log").mkdir()
+    with pytest.raises(ValkeyFailed, match="cannot start"):
+        EmbeddedValkey(data).start()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "none"))
+    with pytest.raises(ValkeyFailed, match="cannot be made"):
+        socket_path_for(tmp_path / ("d" * 100))

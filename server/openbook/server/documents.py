@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -162,6 +162,16 @@ class Documents:
             _write_whole(path, display_name.encode())
         else:
             path.unlink(missing_ok=True)
+
+    def sweep_names(self, known: Collection[str]) -> int:
+        """Remove the names of all contexts but the known ones, and half-written ones; count them.
+
+        A name is a user's text: it must not outlive a deletion that a crash cut short.
+        """
+        removed = [path for path in self._labels.iterdir() if path.name not in known]
+        for path in removed:
+            path.unlink(missing_ok=True)
+        return len(removed)
 
     def display_name(self, context_id: str) -> str:
         """Return the display name of a context, or an empty one."""

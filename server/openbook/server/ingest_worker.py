@@ -223,9 +223,8 @@ class IngestWorker:
             await asyncio.to_thread(
                 self._documents.fail, upload, reason=wire.reason, text=wire.text
             )
-            entry = self._catalog.find(context_id)
-            if entry is not None and not cancelled.is_set():
-                self._catalog.put(entry.failed(error))
+            if self._is_wanted(context_id) and not cancelled.is_set():
+                self._catalog.put(self._catalog.get(context_id).failed(error))
 
     async def _beat(self, claim: Claim) -> None:
         """Show others that the claim is alive and how far it is."""

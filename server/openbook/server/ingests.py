@@ -204,8 +204,11 @@ class Ingests:
     def _look_at_disk(self) -> tuple[int, list[Entry], list[Upload]]:
         swept = len(sweep(self._tenant_root.parent)) + self._documents.sweep()
         entries = {entry.context_id: entry for entry in read_entries(self._tenant_root)}
+        uploads = self._documents.pending() + self._documents.failed()
+        known = entries.keys() | {upload.context_id for upload in uploads}
+        swept += self._documents.sweep_names(known)
         waiting = []
-        for upload in self._documents.pending() + self._documents.failed():
+        for upload in uploads:
             published = entries.get(upload.context_id)
             if published is not None and published.state is State.ACTIVE:
                 self._documents.remove(upload.context_id)  # published, then we were stopped

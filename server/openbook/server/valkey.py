@@ -122,15 +122,18 @@ class EmbeddedValkey:
 def socket_path_for(data: Path) -> Path:
     """Return where the socket of `data` goes: inside it, else in a short private directory.
 
-    Raises ValkeyFailed when the short directory is someone else's.
+    Raises ValkeyFailed when the short directory is someone else's, or cannot be made.
     """
     inside = data.absolute() / SOCKET_NAME
     if len(os.fsencode(inside)) <= SOCKET_PATH_BYTES:
         return inside
     digest = sha256(os.fsencode(data.absolute())).hexdigest()[:16]
     short = Path(tempfile.gettempdir()) / f"openbook-{os.geteuid()}-{digest}"
-    short.mkdir(mode=0o700, exist_ok=True)
-    status = short.lstat()
+    try:
+        short.mkdir(mode=0o700, exist_ok=True)
+        status = short.lstat()
+    except OSError as error:
+        raise ValkeyFailed(f"the directory {short} cannot be made: {error.strerror}") from error
     is_private = stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not is_private or status.st_uid != os.geteuid():
         raise ValkeyFailed(f"the directory {short} is not private to this user")
