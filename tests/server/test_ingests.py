@@ -10,6 +10,7 @@ import pytest
 from openbook.indexstore.errors import ContextInUse
 from openbook.server import ingest_worker, ingests
 from openbook.server.documents import Documents
+from openbook.server.errors import StorageFull
 from openbook.v1 import contexts_pb2 as pb
 
 from .running import DOCUMENT, Held, active, ask, ingest, refusal, settle, text_of, until, upload
@@ -70,6 +71,28 @@ def test_sixteen_callers_at_once_share_one_reading(server):
     server.reading.gate.set()
     assert len(set(names)) == 1 and settle(server, names[0]).state == pb.CONTEXT_STATE_ACTIVE
     assert len(server.reading.calls) == 1
+
+
+@pytest.mark.parametrize("announced", [b"", hashlib.sha256(DOCUMENT).digest()])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_no_caller_is_answered_before_the_document_is_on_disk(
+    server, monkeypatch, announced, is_full
+):
+    keep = Documents.keep
+    if is_full:
+        monkeypatch.setattr(Documents, "keep", full_disk)
+    held = Held(monkeypatch, Documents, "keep")
+    first = server.stub.IngestContext.future(upload())
+    held.arrived.wait(10)
+    second = server.stub.IngestContext.future(upload(sha256=announced))
+    with pytest.raises(grpc.FutureTimeoutError):
+        second.result(0.3)
+    monkeypatch.setattr(Documents, "keep", keep)
+    held.gate.set()
+    if is_full:
+        assert refusal(lambda: first.result(10))[1] == "STORE_FULL"
+    name = second.result(10).context.name  # stored by the second caller, if not by the first
+    assert settle(server, name).state == pb.CONTEXT_STATE_ACTIVE
 
 
 def test_layout_and_one_more_byte_make_other_contexts(server):
@@ -326,6 +349,10 @@ def assert_gone(server, context, make_server):
     assert [path for path in server.data.rglob("*") if context_id in str(path)] == []
     again = make_server()
     assert list(again.stub.ListContexts(pb.ListContextsRequest()).contexts) == []
+
+
+def full_disk(*_, **__):
+    raise StorageFull()
 
 
 def digest(document):

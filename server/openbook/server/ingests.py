@@ -63,12 +63,12 @@ class Ingests:
         self._log = log
         self._clock = clock
 
-    def find(self, layout: str, document_sha256: bytes) -> Entry | None:
+    async def find(self, layout: str, document_sha256: bytes) -> Entry | None:
         """Return the context of a document that need not be sent: ACTIVE, or being read.
 
         Raises IngestQueueFull for any other document when no more may wait.
         """
-        entry = self._found(self._naming.id_of(layout, document_sha256))
+        entry = await self._stored(self._naming.id_of(layout, document_sha256))
         if entry is None:
             self._check_room()
         return entry
@@ -108,12 +108,12 @@ class Ingests:
     async def _accept(
         self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
     ) -> Entry:
-        # No await between the look at the catalog and the new entry: two callers at once must not
-        # both be the first.
         context_id = self._naming.id_of(layout, document_sha256)
-        entry = self._found(context_id)
+        entry = await self._stored(context_id)
         if entry is not None:
             return entry
+        # No await from the last look at the catalog to the new entry: two callers at once must not
+        # both be the first.
         self._check_room()
         self._opened.let_go(context_id)
         created = Entry(
@@ -156,8 +156,19 @@ class Ingests:
                     self._catalog.put(created.failed(error))
                 raise
 
+    async def _stored(self, context_id: str) -> Entry | None:
+        """Return the entry of a context that need not be read again, or None.
+
+        An answer promises that the document is on disk: while another caller's is being stored,
+        wait for the end of that.
+        """
+        entry = self._found(context_id)
+        if entry is None or entry.state is State.ACTIVE:
+            return entry
+        async with self._catalog.changing(context_id):
+            return self._found(context_id)
+
     def _found(self, context_id: str) -> Entry | None:
-        """Return the entry of a context that need not be read again, or None."""
         entry = self._catalog.find(context_id)
         if entry is None or entry.state is State.FAILED:
             return None

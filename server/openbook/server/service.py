@@ -111,7 +111,7 @@ class ContextService(rpcs.ContextServiceServicer):
             raise ArgumentInvalid("metadata", "must be the first message")
         layout = check_metadata(first.metadata, self._model)
         announced = first.metadata.sha256
-        entry = self._ingests.find(layout, announced) if announced else None
+        entry = await self._ingests.find(layout, announced) if announced else None
         if entry is None:
             with self._ingests.uploading():
                 receiving, digest = await self._received(requests, announced)
