@@ -55,6 +55,7 @@ class Maker:
             scaling=(0.25, 0.5),
             plan=((HeadPlan("scan", 0), HeadPlan("graph", 64)) if tokens > 640 else (),) * 2,
             created_unix_s=1_700_000_000,
+            model_parts=(("prompt_layout", "chat"), ("weights", "0" * 64)),
             stages_s=StageSeconds(tokenize=0.5, prefill=1.5, build=2.0, write=0.25),
             kv_bytes_16bit=2 * 2 * tokens * (16 + 24) * 2,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from openbook.worker.engine import AnswerEvent
 from openbook.worker.errors import EngineClosed
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext
+from openbook.worker.sampling import Sampler
 
 from .asking import Asked, run_all, spec
 
@@ -243,6 +245,40 @@ def test_a_stop_string_ends_the_answer_before_it(engine: Engine, context: Opened
     assert asked.finished.finish_reason == "stop"
 
 
+def test_an_ask_is_charged_for_the_wait_before_it_was_submitted(
+    engine: Engine, context: OpenedContext
+) -> None:
+    events: list[AnswerEvent] = []
+    engine.submit(spec(), context, events.append, asked_at=time.monotonic() - 5)
+    asked = Asked(engine, spec(), context)
+    run_all(engine)
+    (late,) = (event.receipt for event in events if isinstance(event, Finished))
+    assert 5000 <= late.open_ms <= late.first_token_ms
+    assert asked.finished.receipt.open_ms == 0
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_case_b53_an_end_of_turn_id_ends_the_answer_and_is_not_text(
+    after: int, engine: Engine, context: OpenedContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Asked(engine, spec(), context)
+    run_all(engine)
+    genuine, (end,) = Sampler.choose, sorted(engine._model.eos_ids)[:1]
+    chosen: list[int] = []
+
+    def ending(self: Sampler, logits: torch.Tensor) -> int:
+        chosen.append(genuine(self, logits) if len(chosen) < after else end)
+        return chosen[-1]
+
+    monkeypatch.setattr(Sampler, "choose", ending)
+    asked = Asked(engine, spec(), context)
+    run_all(engine)
+    assert len(chosen) == after + 1 and asked.ask.answer_ids == free.ask.answer_ids[:after]
+    assert asked.finished.finish_reason == "stop"
+    assert asked.finished.usage.answer_tokens == after
+    assert free.text.startswith(asked.text) and "<|" not in asked.text
+
+
 def test_an_ask_keeps_its_context_open(engine: Engine, context: OpenedContext) -> None:
     asked = Asked(engine, spec(), context)
     context.close()
@@ -283,7 +319,7 @@ def test_run_answers_from_other_threads_and_stops(tiny_model: Tiny, context: Ope
     stop.set()
     thread.join(10)
     assert not thread.is_alive() and len(set(texts)) == 1
-    with pytest.raises(ValueError, match="engine is closed"):
+    with pytest.raises(EngineClosed):
         Asked(engine, spec(), context)
 
 

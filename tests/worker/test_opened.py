@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from openbook.indexstore.errors import FingerprintMismatch, IndexStoreError, ShardCorrupt
+from openbook.worker.fingerprint import FingerprintFields
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenContexts
 
 Tiny = Callable[..., Model]
 ReadContext = Callable[..., Path]
 Digits = Callable[[int], bytes]
+
+
+FIELDS = [field.name for field in dataclasses.fields(FingerprintFields)]
 
 
 @pytest.fixture
@@ -38,16 +43,33 @@ def test_case_b42_eight_openers_load_a_cold_context_once(
     assert contexts.open_count == 0
 
 
-def test_opening_is_charged_to_the_first_ask_alone(
-    contexts: OpenContexts, tiny_model: Tiny, read_context: ReadContext, digits: Digits
+@pytest.mark.parametrize("part", FIELDS)
+def test_a_context_made_with_another_part_of_the_model_is_refused_by_name(
+    part: str, tiny_model: Tiny, read_context: ReadContext, digits: Digits
 ) -> None:
-    path = read_context(tiny_model("llama", 9, 3), digits(50))
-    claim = contexts.open(path, path.name)
-    assert claim.take_open_ms() > 0 and claim.take_open_ms() == 0
-    other = claim.hold()
-    assert other.take_open_ms() == 0
-    other.close()
-    claim.close()
+    model = tiny_model("llama", 9, 3)
+    path = read_context(model, digits(50))
+    fields = ChangedFields(part, model.fingerprint_fields)
+    other = dataclasses.replace(model, fingerprint_fields=fields)  # type: ignore[arg-type]
+    contexts = OpenContexts(other, clock=time.monotonic)
+    with pytest.raises(FingerprintMismatch) as caught:
+        contexts.open(path, path.name)
+    assert caught.value.field == part
+    assert caught.value.expected != caught.value.found
+    assert contexts.open_count == 0
+
+
+class ChangedFields:
+    """Fingerprint fields of which one is another as soon as they are those of a context."""
+
+    def __init__(self, part: str, fields: FingerprintFields) -> None:
+        self._part = part
+        self._fields = fields
+
+    def stored_as(self, *, prompt_layout: str, kv_dtype: str) -> FingerprintFields:
+        """Return the fields of a context, but for the part."""
+        fields = self._fields.stored_as(prompt_layout=prompt_layout, kv_dtype=kv_dtype)
+        return dataclasses.replace(fields, **{self._part: "another"})
 
 
 def test_a_context_of_another_model_or_id_is_refused(

@@ -24,6 +24,11 @@ def test_greedy_takes_the_highest_and_the_first_of_equals() -> None:
     assert draw(1, torch.tensor([1.0, 7.0, 7.0])) == [1]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-7, 1e-6, 1e-5])
+def test_a_tiny_temperature_takes_the_highest(temperature: float) -> None:
+    assert draw(3, temperature=temperature, seed=1) == [1, 1, 1]
+
+
 def test_greedy_ignores_seed_and_top_p() -> None:
     assert draw(5, seed=1, top_p=0.1) == draw(5, seed=2)
 

@@ -241,6 +241,37 @@ def test_case_b16_longest_document_is_served_and_one_more_refused(smollm2: Model
     assert count_tokens(smollm2, longest + b" the", COMPLETION) == 8193
 
 
+def test_a_hopeless_document_is_refused_by_its_beginning(smollm2: Model) -> None:
+    whole = (" the" * 3_000_000).encode()
+    with pytest.raises(DocumentTooLong) as raised:
+        document_tokens(smollm2, whole, COMPLETION)
+    assert 8 * 8192 < raised.value.tokens < 100_000
+    assert "at least" in str(raised.value)
+    with pytest.raises(QuestionTooLong):
+        question_tokens(smollm2, whole.decode(), "", COMPLETION)
+
+
+def test_a_slow_text_holds_up_no_other_thread(smollm2: Model) -> None:
+    """Digits are the slowest: each is a token. One thread tokenises them, another counts."""
+    counted, stop = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not stop.wait(0.001):
+            counted += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    before = counted
+    document_tokens(smollm2, b"7" * 8000, COMPLETION)
+    with pytest.raises(DocumentTooLong):
+        document_tokens(smollm2, b"7" * 500_000, COMPLETION)
+    after = counted
+    stop.set()
+    counting.join()
+    assert after - before > 20
+
+
 @pytest.mark.parametrize(
     ("context", "question", "max_tokens", "allowed"),
     [

@@ -24,6 +24,13 @@ def test_a_weight_that_is_missing_is_not_made_up(tmp_path) -> None:
         load_model(tmp_path)
 
 
+def test_a_configuration_of_fewer_layers_than_the_weights_is_refused(tmp_path) -> None:
+    save_tiny(tmp_path, "llama", 4, 2)
+    edit_json(tmp_path / "config.json", num_hidden_layers=1)
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1"):
+        load_model(tmp_path)
+
+
 def test_truncated_weights_are_refused(tmp_path) -> None:
     file = save_tiny(tmp_path, "llama", 4, 2) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -147,26 +154,26 @@ def test_case_b15_gguf_equals_the_directory_it_was_written_from(
 
 def test_gguf_is_unpacked_once_into_a_private_directory(tiny_gguf, tmp_path) -> None:
     first = load_model(tiny_gguf, cache=tmp_path / "cache")
-    (unpacked,) = (tmp_path / "cache").iterdir()
+    (unpacked,) = unpacked_in(tmp_path / "cache")
     assert unpacked.stat().st_mode & 0o777 == 0o700
     before = (unpacked / "model.safetensors").stat().st_mtime_ns
     again = load_model(tiny_gguf, cache=tmp_path / "cache")
     assert (unpacked / "model.safetensors").stat().st_mtime_ns == before
     assert again.fingerprint == first.fingerprint
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [unpacked.name]
+    assert unpacked_in(tmp_path / "cache") == [unpacked]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", DIGESTS])
 def test_a_damaged_cache_is_unpacked_again(tiny_gguf, tmp_path, name: str) -> None:
     loaded = load_model(tiny_gguf, cache=tmp_path).module.state_dict()
     expected = {key: weight.clone() for key, weight in loaded.items()}  # the others are mapped
-    (unpacked,) = tmp_path.iterdir()
+    (unpacked,) = unpacked_in(tmp_path)
     damaged = bytearray((unpacked / name).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (unpacked / name).write_bytes(damaged)
     weights = load_model(tiny_gguf, cache=tmp_path).module.state_dict()
     assert all(torch.equal(weight, expected[key]) for key, weight in weights.items())
-    assert len(list(tmp_path.iterdir())) == 1
+    assert unpacked_in(tmp_path) == [unpacked]
 
 
 def test_a_file_that_only_looks_like_gguf_is_refused(tmp_path) -> None:
@@ -174,7 +181,21 @@ def test_a_file_that_only_looks_like_gguf_is_refused(tmp_path) -> None:
     file.write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(UnsupportedModel):
         load_model(file, cache=tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir()), "a failed unpacking left files behind"
+    assert not unpacked_in(tmp_path / "cache")
+    assert not list((tmp_path / "cache" / ".tmp").iterdir()), "a failed unpacking left files"
+
+
+def test_what_a_killed_unpacking_left_is_swept(tiny_gguf, tmp_path) -> None:
+    left = tmp_path / ".tmp" / "left"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    load_model(tiny_gguf, cache=tmp_path)
+    assert not left.exists() and len(unpacked_in(tmp_path)) == 1
+
+
+def unpacked_in(cache: Path) -> list[Path]:
+    """Return the models in a cache directory."""
+    return [entry for entry in cache.iterdir() if not entry.name.startswith(".")]
 
 
 def test_case_b15_smollm2_projections_equal_an_independent_dequantisation(

@@ -60,6 +60,8 @@ LAYERS_MAX = 9999
 HEADS_MAX = 4096
 DIM_MAX = 65536
 TOKENS_MAX = 2**31 - 1
+PARTS_MAX = 32
+UNIX_S_MAX = 253_402_300_799  # the last second of the year 9999, where calendars end
 COUNT_MAX = 2**53  # what a JSON number carries exactly everywhere
 
 _PREFIX = '{"fields":'
@@ -135,6 +137,7 @@ def _body(manifest: Manifest) -> bytes:
     fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(Summary)}
     fields["scaling"] = [float(factor) for factor in manifest.scaling]
     fields["plan"] = [[dataclasses.asdict(head) for head in layer] for layer in manifest.plan]
+    fields["model_parts"] = dict(manifest.model_parts)
     fields["stages_s"] = {k: float(v) for k, v in dataclasses.asdict(manifest.stages_s).items()}
     files = [
         {
@@ -197,14 +200,24 @@ def _parse_fields(fields: Any) -> Summary:
         kv_dtype=one_of(fields, "kv_dtype", KV_DTYPES),
         scaling=tuple(a_real(f, "scaling") for f in a_list(fields, "scaling", layers)),
         plan=tuple(_parse_plan(layer) for layer in a_list(fields, "plan", layers)),
-        created_unix_s=an_int(fields, "created_unix_s", 0, COUNT_MAX),
+        created_unix_s=an_int(fields, "created_unix_s", 0, UNIX_S_MAX),
         stages_s=_parse_stages(fields["stages_s"]),
         kv_bytes_16bit=an_int(fields, "kv_bytes_16bit", 0, COUNT_MAX),
+        model_parts=_parse_parts(fields["model_parts"]),
         format_version=version,
         bytes_total=an_int(fields, "bytes_total", 0, COUNT_MAX),
     )
     check_fields(summary)
     return summary
+
+
+def _parse_parts(parts: Any) -> tuple[tuple[str, str], ...]:
+    """Parse an object of names and short values, as sorted pairs."""
+    an_object(parts, "model_parts")
+    if len(parts) > PARTS_MAX:
+        raise ValueError(f"model_parts of {len(parts)} parts")
+    names = sorted(a_string({"part": name}, "part", _ID) for name in parts)
+    return tuple((name, a_string(parts, name, _ID)) for name in names)
 
 
 def _parse_plan(layer: Any) -> tuple[HeadPlan, ...]:

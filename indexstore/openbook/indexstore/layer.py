@@ -83,7 +83,7 @@ def layer_infos(records: LayerRecords, layer: int) -> list[RecordInfo]:
 
 
 def check_head(index: HeadIndex, head: int) -> None:
-    """Check what a search follows blindly: every id it reads and every count it subtracts.
+    """Check what a search follows blindly: ids it reads, counts it subtracts, bounds it trusts.
 
     Shapes are checked before (layout.check_shapes). Raises ValueError naming the head.
     """
@@ -95,6 +95,8 @@ def check_head(index: HeadIndex, head: int) -> None:
     ):
         if ids.size and int(ids.max()) >= limit:
             raise ValueError(f"head {head}: {name} holds id {int(ids.max())} of {limit}")
+    if not np.isfinite(index.spreads).all() or (index.spreads < 0).any():
+        raise ValueError(f"head {head}: spreads holds a number that is negative or not finite")
     members = np.bincount(index.cluster_of, minlength=clusters)
     if not np.array_equal(members, index.counts):
         raise ValueError(f"head {head}: counts differ from the members of the clusters")

@@ -7,7 +7,7 @@ JSON (canonical.py), of LMDB or of directories.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openbook.indexstore.head import WINDOW_TOKENS, HeadPlan
 from openbook.indexstore.layout import (
@@ -62,7 +62,9 @@ class ManifestFields:
 
     `scaling` is the factor of q·k per layer. `plan` holds per layer one HeadPlan per KV head, and
     none for a context without a middle. `kv_bytes_16bit` is the size of the same tokens' keys and
-    values alone at two bytes a number.
+    values alone at two bytes a number. `model_parts` are names and values (digests, or short
+    words) of what the model fingerprint is made of, sorted: they tell which part of another model
+    differs, and decide nothing.
     """
 
     context_id: str
@@ -82,6 +84,7 @@ class ManifestFields:
     created_unix_s: int
     stages_s: StageSeconds
     kv_bytes_16bit: int
+    model_parts: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
     @property
     def middle_tokens(self) -> int:

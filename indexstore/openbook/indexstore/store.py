@@ -125,7 +125,8 @@ def _make_parents(final: Path) -> None:
 def delete(path: Path, trash: Path) -> None:
     """Remove the context at `path`, by way of the directory `trash` on the same file system.
 
-    Raises ContextMissing, ContextInUse while anyone has it open, StoreWriteFailed.
+    Raises ContextMissing, ContextInUse while anyone has it open, ShardCorrupt when its manifest is
+    no regular file, StoreReadFailed, StoreWriteFailed.
     """
     grave = trash / uuid.uuid4().hex
     try:

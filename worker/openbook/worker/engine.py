@@ -170,13 +170,22 @@ class Engine:
         """
         return self.contexts.open(path, context_id)
 
-    def submit(self, spec: AskSpec, context: OpenedContext, on_event: OnEvent) -> Ask:
+    def submit(
+        self,
+        spec: AskSpec,
+        context: OpenedContext,
+        on_event: OnEvent,
+        *,
+        asked_at: float | None = None,
+    ) -> Ask:
         """Queue an ask, which takes its own claim on `context`. From any thread.
 
+        `asked_at` is when it arrived, by the engine's clock, if it waited for its context since.
         `on_event` is called on the engine's thread: Delta events, then one Finished or Failed, or
-        nothing more once cancelled. Raises BadAsk, QuestionTooLong, and ValueError when the claim
-        or the engine is closed.
+        nothing more once cancelled. Raises BadAsk, QuestionTooLong, EngineClosed, and ValueError
+        when the claim is closed.
         """
+        submitted = self._clock()
         check_answer_limits(max_tokens=spec.max_tokens, stop=spec.stop)
         if spec.evidence:
             raise BadAsk("evidence", "is not served yet")
@@ -192,23 +201,26 @@ class Engine:
             max_tokens=spec.max_tokens,
         )
         claim = context.hold()
-        ask = Ask(
-            spec,
-            claim,
-            on_event,
-            sequence=Sequence(self._model, claim, budget=spec.budget, plan=spec.plan),
-            question_ids=ids,
-            answer_max=answer_max,
-            sampler=Sampler(settings),
-            text=TextStream(self._model.vocabulary.marked, spec.stop),
-            timeline=Timeline(self._clock(), open_ms=context.take_open_ms()),
-        )
-        with self._wake:
-            if self._is_closed:
-                claim.close()
-                raise ValueError("the engine is closed")
-            self._waiting.append(ask)
-            self._wake.notify_all()
+        try:
+            ask = Ask(
+                spec,
+                claim,
+                on_event,
+                sequence=Sequence(self._model, claim, budget=spec.budget, plan=spec.plan),
+                question_ids=ids,
+                answer_max=answer_max,
+                sampler=Sampler(settings),
+                text=TextStream(self._model.vocabulary.marked, spec.stop),
+                timeline=Timeline(submitted if asked_at is None else asked_at, submitted),
+            )
+            with self._wake:
+                if self._is_closed:
+                    raise EngineClosed
+                self._waiting.append(ask)
+                self._wake.notify_all()
+        except BaseException:
+            claim.close()
+            raise
         return ask
 
     @property
@@ -327,12 +339,7 @@ class Engine:
             reason = "stop"
         count = len(ask._answer_ids)
         usage = Usage(ask.context.token_count, len(ask.question_ids), count)
-        receipt = make_receipt(
-            ask.sequence,
-            ask.timeline,
-            tokens_prefilled=ask.tokens_prefilled,
-            answer_ids=count,
-        )
+        receipt = make_receipt(ask.sequence, ask.timeline, tokens_prefilled=ask.tokens_prefilled)
         self._leave(ask)
         self._emit(ask, Finished(usage, reason, receipt))
 

@@ -16,7 +16,7 @@ WorkerError
 ├── IngestCancelled                      the caller asked to stop
 ├── EngineClosed                         the engine ended before the answer did
 └── AskError
-    ├── QuestionTooLong(tokens, limit)   no position left for the question and one token of answer
+    ├── QuestionTooLong(tokens, limit)   more tokens than are left behind the context, or allowed
     └── BadAsk(field, problem)           a parameter out of range; also a ValueError
 """
 
@@ -64,10 +64,11 @@ class DocumentEmpty(DocumentError):
 
 
 class DocumentTooLong(DocumentError):
-    """Report a document of `tokens` tokens where the model has `limit` positions."""
+    """Report a document of `tokens` tokens, or at least so many, for `limit` positions."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(f"the document has {tokens} tokens; the model's limit is {limit}")
+    def __init__(self, tokens: int, limit: int, *, is_least: bool = False) -> None:
+        least = "at least " if is_least else ""
+        super().__init__(f"the document has {least}{tokens} tokens; the model's limit is {limit}")
         self.tokens = tokens
         self.limit = limit
 
@@ -117,10 +118,13 @@ class AskError(WorkerError):
 
 
 class QuestionTooLong(AskError):
-    """Report a question of `tokens` tokens where `limit` positions are left after the context."""
+    """Report a question of `tokens` tokens where `limit` may be asked.
+
+    The limit is what the context leaves of the model's positions, or the server's own.
+    """
 
     def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(f"the question has {tokens} tokens; after this context {limit} are left")
+        super().__init__(f"the question has {tokens} tokens; at most {limit} can be answered")
         self.tokens = tokens
         self.limit = limit
 

@@ -35,6 +35,10 @@ class FingerprintFields:
         """Return the fingerprint: SHA-256 of all fields by name, 64 hex digits."""
         return _sha256(canonical_json(asdict(self)).encode())
 
+    def parts(self) -> dict[str, str]:
+        """Return every field by name, short enough for a manifest: `rope` by its digest."""
+        return asdict(self) | {"rope": _sha256(self.rope.encode())}
+
     def stored_as(self, *, prompt_layout: str, kv_dtype: str) -> "FingerprintFields":
         """Return these fields for contexts of one prompt layout and stored number format."""
         return replace(self, prompt_layout=prompt_layout, kv_dtype=kv_dtype)

@@ -113,7 +113,6 @@ def ingest(
     kv_dtype = settings.kv_dtype
     while True:
         layer_writer = _LayerWriter(model, draft, settings, kv_dtype, clock=clock)
-        layer_writer.token_count = len(tokens)
         try:
             _forward(model, tokens, layer_writer, on_progress, is_cancelled)
             break
@@ -181,7 +180,6 @@ class _LayerWriter:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self.token_count = 0
         self.kv_dtype: KvDtype = kv_dtype
         self.spent = _Spent()
         self.plan: list[tuple[HeadPlan, ...]] = []
@@ -340,9 +338,10 @@ def _manifest_fields(
 ) -> ManifestFields:
     shape, settings, kv_dtype = model.shape, layer_writer._settings, layer_writer.kv_dtype
     row = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim)
+    fields = model.fingerprint_fields.stored_as(prompt_layout=settings.layout, kv_dtype=kv_dtype)
     return ManifestFields(
         context_id=context_id,
-        model_fingerprint=model.fingerprint_for(settings.layout, kv_dtype),
+        model_fingerprint=fields.digest(),
         index_fingerprint=settings.params.fingerprint(),
         model_name=model.name,
         prompt_layout=settings.layout,
@@ -358,4 +357,5 @@ def _manifest_fields(
         created_unix_s=created,
         stages_s=stages,
         kv_bytes_16bit=2 * row * len(tokens),
+        model_parts=tuple(sorted(fields.parts().items())),
     )

@@ -35,11 +35,11 @@ def empty_partial(lse_shape: tuple[int, ...], value_dim: int, device: torch.devi
 
 
 def merge(partials: Sequence[Partial]) -> Partial:
-    """Combine attention over disjoint key sets into attention over their union.
+    """Join partials of sets that share no key into the partial of all their keys.
 
-    Exact up to rounding; the order does not matter. An empty set changes no bit of the other; two
-    empty sets give zeros and -inf, never NaN. Raises ValueError when `partials` is empty.
-    Source: arXiv 2409.10516, appendix B.
+    Nothing is lost but rounding, in whatever order they come. An empty set changes no bit of the
+    other; two empty sets give zeros and -inf, never NaN. Raises ValueError when `partials` is
+    empty. Source: arXiv 2409.10516, appendix B.
     """
     if not partials:
         raise ValueError("merge needs at least one partial, got none")

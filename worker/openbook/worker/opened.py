@@ -15,6 +15,7 @@ from pathlib import Path
 from openbook.indexstore.errors import FingerprintMismatch
 from openbook.indexstore.head import HeadIndex, HeadPlan
 from openbook.indexstore.store import Manifest, StoredContext, open_context, read_manifest
+from openbook.worker.fingerprint import FingerprintFields
 from openbook.worker.models import Model
 from openbook.worker.window import Window
 
@@ -37,7 +38,6 @@ class OpenedContext:
 
     def __init__(self, owner: OpenContexts, key: tuple[Path, str], loaded: _Loaded) -> None:
         """Made by OpenContexts alone, which has counted this claim."""
-        self._open_ms = 0.0
         self._owner = owner
         self._key = key
         self._loaded: _Loaded | None = loaded
@@ -77,14 +77,6 @@ class OpenedContext:
         """Whether this claim has not been closed."""
         return self._loaded is not None
 
-    def take_open_ms(self) -> float:
-        """Return what opening this claim cost, once: the first ask is charged, later ones are not.
-
-        Nearly nothing when the context was open already.
-        """
-        taken, self._open_ms = self._open_ms, 0.0
-        return taken
-
     def hold(self) -> OpenedContext:
         """Return another claim on the same context. Raises ValueError when this one is closed."""
         return self._owner.share(self._key, self._held())
@@ -117,7 +109,6 @@ class OpenContexts:
 
         Callers that come while it loads wait for that one load. Raises the store's errors.
         """
-        started = self._clock()
         key = (path, context_id)
         while True:
             with self._lock:
@@ -132,13 +123,13 @@ class OpenContexts:
                 if self._futures.get(key) is not future:
                     continue  # closed by its last holder before this claim was counted
                 loaded.holders += 1
-            claim = OpenedContext(self, key, loaded)
-            claim._open_ms = (self._clock() - started) * 1e3
-            return claim
+            return OpenedContext(self, key, loaded)
 
     def share(self, key: tuple[Path, str], loaded: _Loaded) -> OpenedContext:
-        """Count one more claim on a context that someone holds."""
+        """Count one more claim on a context that someone holds. Raises ValueError if none does."""
         with self._lock:
+            if loaded.holders == 0:
+                raise ValueError("the last claim on the context has just been closed")
             loaded.holders += 1
         return OpenedContext(self, key, loaded)
 
@@ -174,8 +165,12 @@ class OpenContexts:
 
 def _load(model: Model, path: Path, context_id: str) -> _Loaded:
     promised = read_manifest(path)
-    fingerprint = model.fingerprint_for(promised.prompt_layout, promised.kv_dtype)
-    stored = open_context(path, model_fingerprint=fingerprint)
+    fields = model.fingerprint_fields.stored_as(
+        prompt_layout=promised.prompt_layout, kv_dtype=promised.kv_dtype
+    )
+    if promised.model_fingerprint != fields.digest():
+        raise _mismatch(promised, fields)
+    stored = open_context(path, model_fingerprint=fields.digest())
     try:
         _check(model, stored.manifest, context_id)
         layers = [stored.layer(layer) for layer in range(stored.manifest.layers)]
@@ -186,6 +181,15 @@ def _load(model: Model, path: Path, context_id: str) -> _Loaded:
     except BaseException:
         stored.close()
         raise
+
+
+def _mismatch(manifest: Manifest, fields: FingerprintFields) -> FingerprintMismatch:
+    """Name the first part of the model that is not the one the context was made with."""
+    stored = dict(manifest.model_parts)
+    for part, expected in fields.parts().items():
+        if part in stored and stored[part] != expected:
+            return FingerprintMismatch(part, expected, stored[part])
+    return FingerprintMismatch("model_fingerprint", fields.digest(), manifest.model_fingerprint)
 
 
 def _check(model: Model, manifest: Manifest, context_id: str) -> None:

@@ -29,7 +29,8 @@ class Receipt:
     `keys_scored` and `centroids_scored` are shares of the context's tokens, `keys_read` a count:
     means over the tokens run under the budget, over layers and KV heads. The first answer token
     comes from the question, which reads the middle exactly: an answer of one token scored nothing.
-    `middle_ms` and `device_ms` are means per such token; in a batch, of the whole batch.
+    `middle_ms` and `device_ms` are means per such token; in a batch, of the whole batch. The first
+    token comes after `open_ms` (until the context was open), `queue_ms` and `question_ms`.
     """
 
     tokens_reused: int  # context tokens answered from the store
@@ -54,17 +55,15 @@ class Receipt:
 class Timeline:
     """When an ask passed each point, in seconds of the engine's clock."""
 
+    asked: float  # it arrived; its context may have been opened for it since
     submitted: float
-    open_ms: float = 0.0
     started: float = 0.0
     first_id: float = 0.0
     last_id: float = 0.0
 
 
-def make_receipt(
-    sequence: Sequence, timeline: Timeline, *, tokens_prefilled: int, answer_ids: int
-) -> Receipt:
-    """Form the receipt of an ask that ran `answer_ids` answer tokens, the first included."""
+def make_receipt(sequence: Sequence, timeline: Timeline, *, tokens_prefilled: int) -> Receipt:
+    """Form the receipt of an ask from what its sequence cost, the ending step included."""
     cost, token_count = sequence.cost, sequence.token_count
     heads = sum(len(layer) for layer in sequence.heads)
     reads = max(1, cost.steps * heads)
@@ -76,11 +75,11 @@ def make_receipt(
         centroids_scored=cost.centroids_scored / reads / token_count,
         keys_read=cost.keys_read / reads,
         mass_estimated=cost.mass_estimated / steps,
-        open_ms=timeline.open_ms,
+        open_ms=(timeline.submitted - timeline.asked) * 1e3,
         queue_ms=(timeline.started - timeline.submitted) * 1e3,
         question_ms=(timeline.first_id - timeline.started) * 1e3,
-        first_token_ms=timeline.open_ms + (timeline.first_id - timeline.submitted) * 1e3,
-        token_ms=(timeline.last_id - timeline.first_id) * 1e3 / max(1, answer_ids - 1),
+        first_token_ms=(timeline.first_id - timeline.asked) * 1e3,
+        token_ms=(timeline.last_id - timeline.first_id) * 1e3 / steps,
         middle_ms=cost.middle_s * 1e3 / steps,
         device_ms=cost.device_s * 1e3 / steps,
         budget=describe_budget(sequence.budget),

@@ -17,12 +17,13 @@ from openbook.worker.errors import BadAsk, NonFiniteLogits
 ANSWER_TOKENS_LIMIT = 1 << 20  # more is a mistake; what the positions leave is a smaller number
 STOPS_LIMIT = 16
 STOP_CHARACTERS_LIMIT = 256  # every streamed piece is compared with all of them
+TEMPERATURE_LEAST = 1e-6  # below it the best id has all the weight, and scores overflow
 TEMPERATURE_LIMIT = 100.0  # beyond it the choice is uniform, and scores underflow
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to choose: `temperature` 0 is greedy, and then `top_p` and `seed` change nothing.
+    """How to choose: `temperature` below a millionth is greedy, whatever `top_p` and `seed` are.
 
     `seed` makes a sampled answer repeatable; None draws a fresh one. Raises BadAsk naming the
     field.
@@ -66,7 +67,7 @@ class Sampler:
     """
 
     def __init__(self, settings: SamplingSettings) -> None:
-        self._greedy = settings.temperature == 0.0
+        self._greedy = settings.temperature < TEMPERATURE_LEAST
         self._warpers = LogitsProcessorList()
         self._generator = torch.Generator()  # on the CPU, so that a seed means one thing
         self._step = 0

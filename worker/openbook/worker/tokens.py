@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 CHAT = "chat"
 COMPLETION = "completion"
 SEPARATOR = "\n\n"  # between the document and the question: a blank line
+SLICE_CHARACTERS = 1 << 16  # of a long document, tokenised apart to see whether it is too long
+SLICE_TOKENS_OFF = 256  # a cut may split one token into as many, and surely no more
+HOPELESS_FACTOR = 8  # so many times too long, and it is not counted on
 USER_TEXT = "openbook-user-text-7f3a"  # stands for the user's text while a template is rendered
 # A template that prints today's date would give one document other ids every day: the date is
 # fixed.
@@ -106,7 +109,9 @@ def document_tokens(model: SpeaksTokens, document: bytes, layout: str) -> Docume
     byte offset), DocumentEmpty for no text or whitespace alone, DocumentTooLong, LayoutUnavailable.
     """
     prefix = _prefix(model.vocabulary, layout)
-    encoding = model.vocabulary.plain.encode(_text_of(document), add_special_tokens=False)
+    text = _text_of(document)
+    _refuse_hopeless(model, text)
+    encoding = _encoded(model.vocabulary.plain, text)
     ids = np.array([*prefix, *encoding.ids], dtype=np.int32)  # (n,)
     if len(ids) > model.positions_max:
         raise DocumentTooLong(len(ids), model.positions_max)
@@ -115,14 +120,42 @@ def document_tokens(model: SpeaksTokens, document: bytes, layout: str) -> Docume
     return DocumentTokens(ids, offsets)
 
 
+def _refuse_hopeless(model: SpeaksTokens, text: str) -> None:
+    """Refuse a long document by its beginning. Raises DocumentTooLong."""
+    least = _least_tokens(model, text)
+    if least > model.positions_max:
+        raise DocumentTooLong(least, model.positions_max, is_least=True)
+
+
+def _least_tokens(model: SpeaksTokens, text: str) -> int:
+    """Return how many tokens a text has at least, as far as that matters; 0 for a short text.
+
+    Tokenised whole, a text needs about a kilobyte per character: tens of megabytes of a document
+    that is refused anyway would need all memory there is.
+    """
+    least = 0
+    for first in range(0, len(text) - SLICE_CHARACTERS, SLICE_CHARACTERS):
+        piece = text[first : first + SLICE_CHARACTERS]
+        least += max(0, len(_encoded(model.vocabulary.plain, piece)) - SLICE_TOKENS_OFF)
+        if least > HOPELESS_FACTOR * model.positions_max:
+            break
+    return least
+
+
+def _encoded(plain: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """Tokenise a text without the interpreter's lock, which `encode` keeps and a batch does not."""
+    (encoding,) = plain.encode_batch([text], add_special_tokens=False)
+    return encoding
+
+
 def count_tokens(model: SpeaksTokens, document: bytes, layout: str) -> int:
     """Count the context tokens that a document costs, template included, however many they are.
 
     Raises NotText, DocumentEmpty, LayoutUnavailable.
     """
     prefix = _prefix(model.vocabulary, layout)
-    encoding = model.vocabulary.plain.encode(_text_of(document), add_special_tokens=False)
-    return len(prefix) + len(encoding)
+    text = _text_of(document)
+    return len(prefix) + len(_encoded(model.vocabulary.plain, text))
 
 
 def question_tokens(
@@ -130,7 +163,8 @@ def question_tokens(
 ) -> NDArray[np.int32]:
     """Return the ids, int32 (t,), that an ask appends to a context.
 
-    Raises BadAsk for an empty question or a lone surrogate, LayoutUnavailable.
+    Raises BadAsk for an empty question or a lone surrogate, QuestionTooLong for one of far more
+    tokens than there are positions, LayoutUnavailable.
     """
     vocabulary = model.vocabulary
     _prefix(vocabulary, layout)
@@ -138,6 +172,9 @@ def question_tokens(
         raise BadAsk("question", "is empty")
     _check_encodable("question", question)
     _check_encodable("answer_prefix", answer_prefix)
+    least = max(_least_tokens(model, text) for text in (question, answer_prefix))
+    if least > model.positions_max:
+        raise QuestionTooLong(least, model.positions_max)
     if layout == COMPLETION:
         return _plain_ids(vocabulary, SEPARATOR + question + answer_prefix)
     assert vocabulary.chat is not None, "_prefix refuses a layout without its frame"
@@ -205,7 +242,7 @@ def _check_encodable(field: str, text: str) -> None:
 
 
 def _plain_ids(vocabulary: Vocabulary, text: str) -> NDArray[np.int32]:
-    return np.array(vocabulary.plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+    return np.array(_encoded(vocabulary.plain, text).ids, dtype=np.int32)
 
 
 def _prefix(vocabulary: Vocabulary, layout: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from openbook.indexstore.store import begin, sweep
 from openbook.worker.errors import ModelMissing, UnsupportedModel
 from openbook.worker.fingerprint import digest_file, digest_files
 
@@ -95,7 +95,10 @@ def read_config(files: ModelFiles, check_raw: CheckRaw) -> PretrainedConfig:
 
     Raises what `check_raw` raises, and UnsupportedModel when transformers refuses it.
     """
-    fields, _ = PretrainedConfig.get_config_dict(files.directory, local_files_only=True)
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(files.directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(files.name, "its config.json cannot be read as JSON") from error
     check_raw(fields, files.name)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -120,9 +123,10 @@ def read_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 def read_module(
     files: ModelFiles, config: PretrainedConfig, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Read a directory's weights into a model. Raises ModelMissing when any is absent.
+    """Read a directory's weights into a model.
 
-    transformers would fill a missing weight with random numbers and only warn.
+    transformers would fill a missing weight with random numbers, or leave one out, and only warn.
+    Raises ModelMissing when any is absent, UnsupportedModel when any is left over.
     """
     try:
         with quiet():
@@ -142,6 +146,10 @@ def read_module(
     lacking = sorted(map(str, [*loaded[1]["missing_keys"], *loaded[1]["mismatched_keys"]]))
     if lacking:
         raise ModelMissing(files.name, f"{len(lacking)} weights are missing, first {lacking[0]}")
+    unused = sorted(map(str, loaded[1]["unexpected_keys"]))
+    if unused:
+        reason = f"its configuration leaves out {len(unused)} of its weights, first {unused[0]}"
+        raise UnsupportedModel(files.name, reason)
     return module
 
 
@@ -168,16 +176,14 @@ def _unpacked(file: Path, *, dtype: torch.dtype, check: CheckConfig, cache: Path
     precision = str(dtype).removeprefix("torch.")
     final = cache / f"{digest}-{transformers.__version__}-{precision}"
     if not _is_intact(final):
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft = cache / f".tmp-{uuid.uuid4().hex}"
-        draft.mkdir(mode=0o700)
-        try:
+        sweep(cache)
+        with begin(cache) as draft:
+            whole = draft.path / final.name
+            whole.mkdir(mode=0o700)
             with quiet():
-                _unpack(file, draft, dtype=dtype, check=check)
-            _seal(draft)
-            _replace(draft, final)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+                _unpack(file, whole, dtype=dtype, check=check)
+            _seal(whole)
+            _replace(whole, final)
     return ModelFiles(file.stem, final, digest)
 
 
