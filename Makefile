@@ -10,6 +10,7 @@ INSTALLED := $(VENV)/.openbook-installed
 BUILT := $(VENV)/.openbook-built
 DEMO_MODEL := $(VENV)/.openbook-demo-model
 
+ROOTS := proto indexstore worker server client
 KERNELS := indexstore/openbook/indexstore
 KERNEL_SOURCES := $(wildcard $(KERNELS)/*.pyx $(KERNELS)/*.pxd $(KERNELS)/*.h)
 PROTO_SOURCES := $(wildcard proto/openbook/v1/*.proto)
@@ -30,9 +31,10 @@ $(CREATED): scripts/find_python
 	touch $@
 
 # Also compiles the extension in place, in pip's own build environment.
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(CREATED)
+$(INSTALLED): pyproject.toml setup.py constraints.txt scripts/add_roots.py $(CREATED)
 	@echo "Installing openbook and its libraries into $(VENV): some minutes, once."
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python scripts/add_roots.py $(ROOTS)
 	touch $@
 
 # An install has just compiled the extension; only later changes are compiled again.

@@ -119,6 +119,14 @@ def test_client_runs_as_a_module() -> None:
     assert "ingest" in done.stdout and "ask" in done.stdout
 
 
+def test_a_clone_in_the_current_directory_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    """A clone is called `openbook` too, and holds a `client` without an __init__.py."""
+    (tmp_path / "openbook" / "client").mkdir(parents=True)
+    command = [sys.executable, "-c", "from openbook.client import Client; print(Client.__name__)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "Client\n", done.stderr
+
+
 def test_client_imports_without_the_servers_libraries() -> None:
     code = "import sys, openbook.client; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     loaded = set(python(code).split())
