@@ -56,6 +56,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.page_size = 2
         self.failed_ingest: pb.ContextError | None = None
         self.is_watch_cut = False
+        self.is_watch_held = False
+        self.watch_ended = threading.Event()
         self.hold_answer_after: int | None = None
         self.answer_ended = threading.Event()
 
@@ -98,8 +100,13 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         return pb.IngestContextResponse(context=self.contexts[name])
 
     def WatchContext(self, request, rpc):  # noqa: N802
+        rpc.add_callback(self.watch_ended.set)
         self._enter("WatchContext", rpc)
         context = self._context(request.name, rpc)
+        if self.is_watch_held:
+            yield pb.WatchContextResponse(context=context)
+            self.watch_ended.wait(timeout=30)  # until the caller goes away
+            return
         for done in range(LAYERS + 1):
             context.progress.stage = pb.INGEST_STAGE_READING
             context.progress.layers_done = done
@@ -109,13 +116,14 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         if self.failed_ingest is not None:
             context.state = pb.CONTEXT_STATE_FAILED
             context.error.CopyFrom(self.failed_ingest)
+            context.ClearField("progress")  # as the service does: what failed is at no stage
         else:
             context.state = pb.CONTEXT_STATE_ACTIVE
             context.token_count = 7000
             context.bytes = 200_000_000
             context.kv_bytes_16bit = 161_280_000
             context.timing.prefill_s = 40.0
-        context.progress.stage = pb.INGEST_STAGE_DONE
+            context.progress.stage = pb.INGEST_STAGE_DONE
         yield pb.WatchContextResponse(context=context)
 
     def GetContext(self, request, rpc):  # noqa: N802

@@ -21,6 +21,7 @@ from openbook.v1 import contexts_pb2 as pb
 from .conftest import FakeServer, Refusal
 
 DOCUMENT = "A canary keeps the light.\n"
+ID = "0" * 32  # well formed, and of no context
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_ingest_prints_the_id_alone(
     context_id = done.stdout.strip()
     info = client.context(context_id)
     assert (info.state, info.layout, info.display_name) == ("active", "completion", "light")
-    assert done.stderr.splitlines()[0] == "reading 0/3 layers"
+    assert done.stderr.splitlines()[:2] == [f"being read as {context_id}", "reading 0/3 layers"]
     assert done.stderr.splitlines()[-1] == "done 3/3 layers"
 
 
@@ -121,8 +122,8 @@ def test_contexts_are_listed_shown_and_deleted(
 ) -> None:
     context_id = openbook("ingest", document).stdout.strip()
     header, row = openbook("contexts", "list").stdout.splitlines()
-    assert header.split("\t")[:3] == ["id", "name", "state"]
-    assert row.split("\t")[:5] == [context_id, "light.txt", "active", "7000", "200 MB"]
+    assert header.split("\t")[:3] == ["id", "layout", "state"]
+    assert row.split("\t")[:5] == [context_id, "chat", "active", "7000", "200000000"]
     shown = openbook("contexts", "show", context_id).stdout
     assert re.search(r"^tokens +7000$", shown, re.MULTILINE)
     assert re.search(r"^expires +never$", shown, re.MULTILINE)
@@ -136,7 +137,7 @@ def test_service_error_is_one_line_and_exit_1(
     openbook: Callable[..., Result], fake: FakeServer
 ) -> None:
     refusal = Refusal(grpc.StatusCode.NOT_FOUND, "CONTEXT_UNKNOWN", "there is no\nsuch context")
-    for verb in (["ask", "0" * 32, "Who?"], ["contexts", "show", "0"], ["contexts", "delete", "0"]):
+    for verb in (["ask", ID, "Who?"], ["contexts", "show", ID], ["contexts", "delete", ID]):
         method = {"ask": "Ask", "show": "GetContext", "delete": "DeleteContext"}
         fake.service.refuse(method[verb[0] if verb[0] == "ask" else verb[1]], refusal)
         done = openbook(*verb)
@@ -155,11 +156,15 @@ def test_nobody_there_is_one_line_that_helps() -> None:
     ("arguments", "said"),
     [
         (["ingest", "/missing.txt"], "No such file or directory: /missing.txt"),
-        (["ask", "0", "Who?", "--budget", "some"], "--budget is 'exact' or a number of keys"),
-        (["ask", "0", "Who?", "--timeout", "0"], "timeout"),
-        (["ask", "0", "Who?", "--max-tokens", "2147483648"], "max_tokens is 2147483648"),
-        (["ask", "0"], "Missing argument 'QUESTION'"),
-        (["ask", "0", "Who?", "--plan", "flat"], "--plan"),
+        (["ask", ID, "Who?", "--budget", "some"], "--budget is 'exact' or a number of keys"),
+        (["ask", ID, "Who?", "--timeout", "0"], "timeout is 0.0"),
+        (["ask", ID, "Who?", "--timeout", "inf"], "timeout is inf; it must be"),
+        (["ask", ID, "Who?", "--max-tokens", "2147483648"], "max_tokens is 2147483648"),
+        (["ask", ID], "Missing argument 'QUESTION'"),
+        (["ask", ID, "Who?", "--plan", "flat"], "--plan"),
+        (["ask", "nosuchid", "Who?"], "openbook: 'nosuchid' is not a context id (32 hexa"),
+        (["contexts", "delete", "nosuchid"], "openbook: 'nosuchid' is not a context id"),
+        (["contexts", "list", "--server", ""], "openbook: the server's address is empty"),
         (["read"], "No such command"),
     ],
 )
@@ -180,7 +185,7 @@ def test_no_text_of_the_user_is_in_an_error(
     done = openbook("ingest", str(path))
     assert done.exit_code == 2
     assert done.stderr == "openbook: the document is not UTF-8 at byte offset 12\n"
-    done = openbook("ask", "0", "a canary " + "x" * 2_000_000)
+    done = openbook("ask", ID, "a canary " + "x" * 2_000_000)
     assert done.exit_code == 2
     assert "canary" not in done.stderr and done.stderr.count("\n") == 1
 
@@ -226,8 +231,45 @@ def test_piece_is_printed_as_it_arrives_and_interrupt_cancels(
         assert process.stdout is not None
         assert process.stdout.read(4) == b"The "
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) != 0
+        assert process.wait(timeout=20) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == b"openbook: interrupted\n"
     assert fake.service.answer_ended.wait(timeout=10)
+
+
+def test_interrupted_ingest_says_what_goes_on_and_what_stops_it(
+    fake: FakeServer, document: str
+) -> None:
+    fake.service.is_watch_held = True
+    with subprocess.Popen(
+        [sys.executable, "-m", "openbook.client.cli", "ingest", document],
+        env=os.environ | {"OPENBOOK_SERVER": fake.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None and process.stdout is not None
+        said = process.stderr.readline()
+        assert re.fullmatch(r"being read as [0-9a-f]{32}\n", said)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        context_id = said.split()[-1]
+        assert process.stderr.read().splitlines()[-1] == (
+            f"openbook: still being read as {context_id}; "
+            f"`openbook contexts delete {context_id}` stops it"
+        )
+        assert process.stdout.read() == ""
+    assert [f"contexts/{context_id}"] == list(fake.service.contexts)
+
+
+def test_empty_document_is_refused_before_any_call(
+    openbook: Callable[..., Result], fake: FakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    done = openbook("ingest", str(tmp_path / "empty.txt"))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "openbook: the document is empty, or whitespace alone\n"
+    assert fake.service.calls == []
 
 
 def test_version_is_printed() -> None:
@@ -264,6 +306,7 @@ def test_server_verb_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     monkeypatch.syspath_prepend(tmp_path)
     app = with_verb(monkeypatch, "served:serve")
+    assert "Start the server." in CliRunner().invoke(app, ["--help"]).stdout
     assert "served" not in sys.modules
     done = CliRunner().invoke(app, ["serve", "--role", "gateway", "--port=7"])
     assert (done.exit_code, done.stdout) == (0, "gateway 8\n")

@@ -20,7 +20,11 @@ MIB_4 = 4_194_304
 
 def test_ingest_returns_the_id_once_active(fake: FakeServer, client: Client) -> None:
     seen: list[IngestProgress] = []
-    context_id = client.ingest("Some text.", layout="completion", on_progress=seen.append)
+    accepted: list[str] = []
+    context_id = client.ingest(
+        "Some text.", layout="completion", on_accepted=accepted.append, on_progress=seen.append
+    )
+    assert accepted == [context_id]
     info = client.context(context_id)
     assert (info.id, info.state, info.layout) == (context_id, "active", "completion")
     assert [step.layers_done for step in seen] == [0, 1, 2, 3, 3]
@@ -33,7 +37,9 @@ def test_second_ingest_neither_watches_nor_makes_a_context(
     fake: FakeServer, client: Client
 ) -> None:
     first = client.ingest("Some text.")
-    assert client.ingest("Some text.") == first
+    accepted: list[str] = []
+    assert client.ingest("Some text.", on_accepted=accepted.append) == first
+    assert accepted == []
     assert fake.service.calls.count("WatchContext") == 1
 
 
@@ -88,10 +94,17 @@ def test_case_b56_text_that_is_not_utf8_is_refused_before_any_call(
         client.ask("0" * 32, "Who?", answer_prefix="\ud83d")
     with pytest.raises(ValueError, match="a stop string .* character offset 1"):
         client.ask("0" * 32, "Who?", stop=["\n", "a\ud83d"])
-    with pytest.raises(ValueError, match="the context id .* character offset 0"):
-        client.ask("\ud83d", "Who?")
     with pytest.raises(ValueError, match="display_name .* character offset 0"):
         client.ingest("light", display_name="\ud83d")
+    assert fake.service.calls == []
+
+
+@pytest.mark.parametrize("document", ["", b"", " \n\t", "\u3000" * 400_000, b" " * (1 << 21)])
+def test_document_without_text_is_refused_before_any_call(
+    document: str | bytes, fake: FakeServer, client: Client
+) -> None:
+    with pytest.raises(ValueError, match="the document is empty, or whitespace alone"):
+        client.ingest(document)
     assert fake.service.calls == []
 
 
@@ -104,8 +117,10 @@ def test_failed_ingest_raises_the_class_of_its_reason(fake: FakeServer, client: 
     fake.service.failed_ingest = pb.ContextError(
         reason="DOCUMENT_TOO_LONG", message="9000 tokens; the model takes 8192"
     )
+    seen: list[IngestProgress] = []
     with pytest.raises(errors.DocumentTooLong, match="9000 tokens") as caught:
-        client.ingest("Some text.")
+        client.ingest("Some text.", on_progress=seen.append)
+    assert str(seen[-1]) == seen[-1].stage == "failed"
     assert caught.value.reason == "DOCUMENT_TOO_LONG"
 
 
@@ -188,12 +203,71 @@ def test_streams_are_not_retried(method: str, fake: FakeServer, client: Client) 
     assert fake.service.calls == [method]
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ("", "''"),
+        ("nosuchid", "'nosuchid'"),
+        ("contexts/0", "'0'"),
+        ("0" * 33, f"'{'0' * 33}'"),
+        ("A" * 32, f"'{'A' * 32}'"),
+        ("x" * 41, f"'{'x' * 39}…'"),
+        ("red\x1b[31m\n", r"'red\x1b[31m\n'"),
+        ("\ud83d\u202e", r"'\ud83d\u202e'"),
+    ],
+)
+def test_what_is_no_context_id_is_refused_before_any_call(
+    wrong: str, shown: str, fake: FakeServer, client: Client
+) -> None:
+    for call in (lambda: client.ask(wrong, "Who?"), lambda: client.context(wrong)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        said = f"{shown} is not a context id (32 hexadecimal digits; see `openbook contexts list`)"
+        assert str(caught.value) == said
+    with pytest.raises(ValueError, match="is not a context id"):
+        client.delete(wrong)
+    assert fake.service.calls == []
+
+
+def test_wrong_type_is_a_type_error_that_names_the_parameter(client: Client) -> None:
+    with pytest.raises(TypeError, match="context_id must be a str, not int"):
+        client.ask(7, "Who?")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="context_id must be a str, not NoneType"):
+        client.delete(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the question must be a str, not bytes"):
+        client.ask("0" * 32, b"Who?")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="display_name must be a str, not int"):
+        client.ingest("text", display_name=7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_tokens must be an int, not str"):
+        client.ask("0" * 32, "Who?", max_tokens="7")  # type: ignore[arg-type]
+
+
+def test_seed_has_the_limit_of_the_service(
+    fake: FakeServer, client: Client, context_id: str
+) -> None:
+    client.ask(context_id, "Who?", seed=2**63 - 1).result()
+    assert fake.service.asked[0].seed == 2**63 - 1
+    with pytest.raises(ValueError, match="seed is 9223372036854775808; it must lie between 0"):
+        client.ask(context_id, "Who?", seed=2**63)
+
+
+def test_empty_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="address is empty; it is host:port"):
+        Client("")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), -float("inf")])
 def test_timeout_that_is_none_is_refused(timeout: float, client: Client) -> None:
     with pytest.raises(ValueError, match="timeout"):
         client.ingest("text", timeout=timeout)
     with pytest.raises(ValueError, match="timeout"):
         client.ask("0" * 32, "Who?", timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e18, 1e300, 10**400])
+def test_huge_timeout_is_no_timeout_at_all(timeout: float, client: Client) -> None:
+    context_id = client.ingest("Some text.", timeout=timeout)
+    assert client.ask(context_id, "Who?", timeout=timeout).result().text
 
 
 def test_timeout_ends_an_answer(fake: FakeServer, client: Client, context_id: str) -> None:

@@ -1,13 +1,16 @@
 """What is printed, on a terminal and off it."""
 
 import io
-from datetime import UTC, datetime
+import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 
-from openbook.client import ContextInfo, IngestProgress
+from openbook.client import ContextInfo, IngestProgress, console
 from openbook.client.console import (
+    age,
+    elapsed,
     ingest_progress,
     print_contexts,
     printable,
@@ -68,12 +71,77 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "12/30" in out.getvalue()
 
 
+NOW = datetime(2026, 1, 2, 12, 30, tzinfo=UTC)
+
+
+def listed(name: str) -> ContextInfo:
+    """Return a context as a server lists it, made three hours before NOW."""
+    message = pb.Context(
+        name=f"contexts/{'0f' * 16}",
+        display_name=name,
+        state=pb.CONTEXT_STATE_ACTIVE,
+        prompt_layout=pb.PROMPT_LAYOUT_COMPLETION,
+        token_count=7701,
+        bytes=339_759_104,
+    )
+    message.create_time.FromDatetime(NOW - timedelta(hours=3))
+    return ContextInfo.from_message(message)
+
+
+def test_contexts_on_a_terminal_are_a_table_with_whole_ids() -> None:
+    out = Terminal()
+    screen = Console(file=out, force_terminal=True, width=80, color_system=None)
+    print_contexts([listed("report.txt")], screen, now=NOW)
+    header, row, *folded = out.getvalue().splitlines()
+    assert header.split() == ["id", "layout", "state", "tokens", "disk", "age", "name"]
+    assert row.split()[:7] == ["0f" * 16, "completion", "active", "7701", "340", "MB", "3"]
+    assert "\t" not in out.getvalue()
+    assert "report.txt" in (row.split()[-1] + "".join(line.strip() for line in folded))
+
+
+def test_contexts_in_a_pipe_are_fields_between_tabs() -> None:
+    out = io.StringIO()
+    print_contexts([listed("a\tb\n\x1b[31m")], Console(file=out), now=NOW)
+    header, row = out.getvalue().splitlines()
+    assert header.split("\t") == ["id", "layout", "state", "tokens", "bytes", "created", "name"]
+    assert row.split("\t") == [
+        "0f" * 16, "completion", "active", "7701", "339759104", "2026-01-02T09:30:00+00:00",
+        "a b [31m",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86_400 * 40, "40 d")],
+)
+def test_age_is_in_its_largest_whole_unit(seconds: int, text: str) -> None:
+    assert age(NOW - timedelta(seconds=seconds), NOW) == text
+    assert age(None, NOW) == ""
+
+
+def test_wait_shows_its_seconds_on_a_terminal() -> None:
+    out = Terminal()
+    with elapsed("Starting the server", Console(file=out, force_terminal=True, width=80)):
+        pass
+    assert "Starting the server" in out.getvalue() and "0:00:00" in out.getvalue()
+
+
+def test_wait_off_a_terminal_is_a_line_per_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "TICK_S", 0.01)
+    out = io.StringIO()
+    with elapsed("Starting the server", Console(file=out)):
+        while out.getvalue().count("\n") < 3:
+            time.sleep(0.005)
+    assert out.getvalue().splitlines()[:3] == ["Starting the server ...", "  0.01 s", "  0.02 s"]
+
+
 def test_names_are_shown_as_they_are_but_without_control_characters() -> None:
     message = pb.Context(name="contexts/1", display_name="[bold]\x1b[31m tab\there")
     message.create_time.FromDatetime(datetime(2026, 1, 2, tzinfo=UTC))
     info = ContextInfo.from_message(message)
     out = Terminal()
-    print_contexts([info], Console(file=out, force_terminal=True, width=120, color_system=None))
+    screen = Console(file=out, force_terminal=True, width=120, color_system=None)
+    print_contexts([info], screen, now=NOW)
     assert "[bold][31m tab here" in out.getvalue()
 
 

@@ -83,6 +83,8 @@ def test_demo_asks_kills_asks_again_and_reports(
     assert asked == [vault, mill, vault, vault, vault, vault, mill]
     assert done.stdout.count("739154  right") == 2
     assert "tokens forwarded after the restart" in done.stdout
+    assert done.stdout.count("Starting the server ...\n") == 2
+    assert "Reading the document again without the store, to compare ...\n" in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert (figures["right_fresh"], figures["right_restored"], figures["facts"]) == (2, 2, 2)
     assert figures["tokens_prefilled_restored"] == figures["question_tokens"] == 9
@@ -169,6 +171,23 @@ def test_facts_that_cannot_be_asked_are_refused(
     done = play()
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--document", "--facts"])
+def test_document_and_facts_go_together(option: str, script_files: tuple[Path, Path]) -> None:
+    done = CliRunner().invoke(cli.app, ["demo", option, str(script_files[0])])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        "openbook: --document and --facts go together: the facts are of the document\n"
+    )
+
+
+def test_every_option_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(cli.app, ["demo", "--help"]).stdout
+    for default in ("examples/esther.txt", "examples/facts.json", "the demo's own"):
+        assert f"[default: ({default})]" in shown
+    assert "goes with --facts" in shown and "goes with --document" in shown
 
 
 def test_example_holds_eight_distinct_facts_at_several_depths() -> None:

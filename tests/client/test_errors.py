@@ -101,5 +101,29 @@ def test_nobody_at_the_address_is_unavailable() -> None:
             client.ask("0" * 32, "Who?").result()
 
 
+def test_every_class_of_a_status_has_words_of_its_own() -> None:
+    assert set(errors.WORDS) == set(errors.STATUSES.values())
+    assert len(set(errors.WORDS.values())) == len(errors.WORDS)
+
+
+def test_words_of_the_grpc_library_are_kept_in_the_cause_alone(
+    fake: FakeServer, client: Client, context_id: str
+) -> None:
+    with Client("127.0.0.1:1") as nobody, pytest.raises(errors.Unavailable) as away:
+        nobody.models()
+    assert str(away.value) == "no server answers at that address"
+    fake.service.hold_answer_after = 0
+    with pytest.raises(errors.DeadlineExceeded) as late:
+        client.ask(context_id, "Who?", timeout=0.2).result()
+    assert str(late.value) == "the call did not end within its timeout"
+    answer = client.ask(context_id, "Who?")
+    answer.cancel()
+    with pytest.raises(errors.Cancelled) as cancelled:
+        answer.result()
+    assert str(cancelled.value) == "the call was cancelled"
+    for caught in (away, late, cancelled):
+        assert isinstance(caught.value.__cause__, grpc.RpcError)
+
+
 def test_error_without_a_status_is_a_fault() -> None:
     assert isinstance(errors.from_rpc(grpc.RpcError()), errors.ServerFault)

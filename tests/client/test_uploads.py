@@ -48,7 +48,7 @@ def test_pipe_is_sent_whole() -> None:
     assert sent(Pipe(TEXT.encode()))[0] == TEXT.encode()
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
 def test_chunks_are_at_most_one_mebibyte(size: int) -> None:
     joined, sizes = sent(b"a" * size)
     assert len(joined) == size
@@ -69,6 +69,11 @@ def test_case_b56_lone_surrogate_is_refused_with_its_offset() -> None:
 
 def test_case_b56_nul_bytes_are_kept() -> None:
     assert sent("\0\0\0")[0] == b"\0\0\0"
+
+
+def test_text_after_a_blank_chunk_is_a_document() -> None:
+    whole = b" " * (CHUNK_BYTES - 1) + "読".encode()
+    assert sent(whole)[0] == whole
 
 
 @given(st.integers(0, 6), st.sampled_from(["é", "読", "🗝"]), st.integers(0, 3))

@@ -13,7 +13,7 @@ from openbook.v1 import contexts_pb2 as pb
 
 QUESTION_BYTES_MAX = 1 << 20  # far above any model's question, far below a message's 4 MiB
 _INT32_MAX = 2**31 - 1
-_UINT64_MAX = 2**64 - 1
+_SEED_MAX = 2**63 - 1  # the service's; its field on the wire could hold twice that
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def ask_request(
         max_tokens=_whole("max_tokens", max_tokens, -_INT32_MAX - 1, _INT32_MAX),
         temperature=temperature,
         top_p=top_p,
-        seed=_whole("seed", seed, 0, _UINT64_MAX),
+        seed=_whole("seed", seed, 0, _SEED_MAX),
         stop=_stops(stop),
         budget=_budget(budget),
         plan=_PLANS[plan] if plan is not None else pb.PLAN_UNSPECIFIED,
@@ -92,7 +92,9 @@ def _budget(budget: Budget | None) -> pb.Budget | None:
 
 
 def _whole(what: str, value: int | None, least: int, most: int) -> int | None:
-    """Return `value` if its field on the wire can hold it, else raise ValueError."""
+    """Return `value` if the service can take it; else raise ValueError or TypeError."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
     if value is not None and not least <= value <= most:
         raise ValueError(f"{what} is {value}; it must lie between {least} and {most}")
     return value

@@ -58,7 +58,12 @@ class Tls:
 
 
 def open_channel(address: str, *, tls: Tls | None) -> grpc.Channel:
-    """Return a channel to `address`; it connects at the first call."""
+    """Return a channel to `address`; it connects at the first call.
+
+    Raises ValueError for an empty address: gRPC would complain of that on stderr, in many lines.
+    """
+    if not address:
+        raise ValueError("the server's address is empty; it is host:port")
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),

@@ -1,8 +1,8 @@
 """The `openbook` command: the client's verbs, and those that an installed server adds.
 
-Knows: options and exit codes (0 done, 1 the service refused or failed, 2 wrong usage). Does not
-know: the server. Its verbs are found in the entry-point group `openbook.commands` and imported
-only when one is used, so that the client works without the server's libraries.
+Knows: options and exit codes (0 done, 1 the service refused or failed, 2 wrong usage, 130 Ctrl-C).
+Does not know: the server. Its verbs are found in the entry-point group `openbook.commands` and
+imported only when one is used, so that the client works without the server's libraries.
 """
 
 import json
@@ -21,6 +21,7 @@ from openbook.client.cli_contexts import contexts_app
 from openbook.client.cli_options import Server, connect
 from openbook.client.console import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_USAGE,
     fail,
     ingest_progress,
@@ -31,6 +32,7 @@ from openbook.client.console import (
 from openbook.client.views import Layout, Result
 
 COMMANDS_GROUP = "openbook.commands"
+VERB_HELP = {"serve": "Start the server."}  # here, as importing the verb to ask it takes its time
 
 app = typer.Typer(
     name="openbook",
@@ -73,44 +75,80 @@ def ingest(
     layout: Annotated[
         Layout | None,
         typer.Option(
-            help="chat: questions to an assistant; completion: sentences to continue. "
-            "[chat, where the model has a template for it]"
+            help="chat: questions to an instruction-tuned model of some billions of parameters; "
+            "completion: sentences to continue, for smaller and for base models.",
+            show_default="chat, where the model has a template for it",
         ),
     ] = None,
-    name: Annotated[str, typer.Option(help="Display name; the file's name by default.")] = "",
+    name: Annotated[str, typer.Option(help="Display name.", show_default="the file's name")] = "",
 ) -> None:
     """Have the service read a document, and print its context id."""
     console = Console(stderr=True)
-    with one_line_errors(server), connect(server) as client, ingest_progress(console) as show:
-        document = sys.stdin.buffer if str(file) == "-" else file
-        context_id = client.ingest(document, display_name=name, layout=layout, on_progress=show)
+    document = sys.stdin.buffer if str(file) == "-" else file
+    reading = ""
+
+    def accepted(context_id: str) -> None:
+        nonlocal reading
+        reading = context_id
+        console.print(f"being read as {context_id}", highlight=False, soft_wrap=True)
+
+    with one_line_errors(server), connect(server) as client:
+        try:
+            with ingest_progress(console) as show:
+                context_id = client.ingest(
+                    document,
+                    display_name=name,
+                    layout=layout,
+                    on_accepted=accepted,
+                    on_progress=show,
+                )
+        except KeyboardInterrupt:
+            if not reading:
+                raise
+            stop = f"`openbook contexts delete {reading}` stops it"
+            fail(f"still being read as {reading}; {stop}", EXIT_INTERRUPTED)
     print(context_id)
 
 
 @app.command()
 def ask(
     context_id: Annotated[str, typer.Argument(metavar="ID", help="The id that ingest printed.")],
-    question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    question: Annotated[
+        str,
+        typer.Argument(
+            metavar="QUESTION", help="Under --layout completion: a sentence's beginning."
+        ),
+    ],
     *,
     server: Server = "localhost:50051",
     answer_prefix: Annotated[str, typer.Option(help="Opens the answer.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Bound of the answer. [256]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [0]")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Bound of the answer.", show_default="256")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.", show_default="0")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus of the sampling.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; repeatable.")] = None,
     budget: Annotated[
-        str | None, typer.Option(help="exact, or the keys read per query head. [100]")
+        str | None, typer.Option(help="exact, or the keys read per query head.", show_default="100")
     ] = None,
     estimate: Annotated[
-        bool | None, typer.Option(help="Stand in for the keys not read. [estimate]")
+        bool | None, typer.Option(help="Stand in for the keys not read.", show_default="estimate")
     ] = None,
     plan: Annotated[Plan | None, typer.Option(help="Force one search, to measure it.")] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds for the whole answer; the server has a limit too. [120]"),
+        typer.Option(
+            help="Seconds for the whole answer; the server has a limit of its own too.",
+            show_default="the server's, 120",
+        ),
     ] = None,
-    receipt: Annotated[bool, typer.Option("--receipt", help="Print it on stderr.")] = False,
+    receipt: Annotated[
+        bool,
+        typer.Option("--receipt", help="Print what the answer cost (docs/RECEIPT.md) on stderr."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, usage and receipt as one JSON object.")
     ] = False,
@@ -146,13 +184,34 @@ def ask(
 @app.command()
 def demo(
     *,
-    document: Annotated[Path | None, typer.Option(help="[examples/esther.txt]")] = None,
-    facts: Annotated[Path | None, typer.Option(help="[examples/facts.json]")] = None,
-    model: Annotated[str | None, typer.Option(help="[the demo model]")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="An empty or new directory. [a temporary one]")
+    document: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text with facts in it; goes with --facts.",
+            show_default="examples/esther.txt",
+        ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the data directory.")] = False,
+    facts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON: a list of {"question": "The code is", "code": "4711"}, each a sentence of '
+            "the document; goes with --document.",
+            show_default="examples/facts.json",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face id, directory or GGUF file.", show_default="the demo's own"
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An empty or new directory.", show_default="a temporary one"),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave what the server stored where it is.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the measured figures there.")
     ] = None,
@@ -193,7 +252,7 @@ def add_server_verbs(to: typer.Typer) -> None:
     for entry in entry_points(group=COMMANDS_GROUP):
         to.command(
             entry.name,
-            help=f"The server's `{entry.name}`: see `openbook {entry.name} --help`.",
+            help=VERB_HELP.get(entry.name, "A verb that an installed package adds."),
             add_help_option=False,  # the verb has its own
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         )(_deferred(entry))

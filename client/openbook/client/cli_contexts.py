@@ -5,6 +5,7 @@ Knows: options. Does not know: how a context is stored.
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -24,14 +25,14 @@ contexts_app = typer.Typer(
 
 @contexts_app.command("list")
 def list_contexts(server: Server = "localhost:50051", as_json: AsJson = False) -> None:
-    """List the contexts, newest first."""
+    """List the contexts, newest first: a table, or tab-separated lines where it is piped."""
     with one_line_errors(server), connect(server) as client:
         contexts = list(client.contexts())
     if as_json:
         for info in contexts:
             print(_json(info))
     else:
-        print_contexts(contexts, Console())
+        print_contexts(contexts, Console(), now=datetime.now(UTC))
 
 
 @contexts_app.command()
@@ -73,9 +74,7 @@ def _fields(info: ContextInfo) -> dict[str, object]:
         "expires": moment(info.expires) or "never",
     }
     if info.state == "creating":
-        fields["progress"] = (
-            f"{info.progress.stage} {info.progress.layers_done}/{info.progress.layers} layers"
-        )
+        fields["progress"] = info.progress
     if info.state == "failed":
         fields["error"] = f"{info.error_reason}: {info.error_message}"
     return fields

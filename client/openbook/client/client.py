@@ -3,6 +3,8 @@
 Knows: the calls of openbook.v1. Does not know: terminals, or how the service answers.
 """
 
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -20,6 +22,11 @@ from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc
 
 UNARY_TIMEOUT_S = 30.0  # for calls that only look something up
+TIMEOUT_S_MAX = (
+    10 * 365 * 86_400.0
+)  # far beyond that, gRPC's clock overflows and ends calls at once
+SHOWN_MAX = 40  # characters of a wrong id that its error repeats
+_ID = re.compile(r"[0-9a-f]{32}")
 
 Response = TypeVar("Response")
 
@@ -44,6 +51,7 @@ class Client:
         display_name: str = "",
         model: str = "",
         layout: Layout | None = None,
+        on_accepted: Callable[[str], None] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
     ) -> str:
@@ -52,12 +60,14 @@ class Client:
         A str is text; bytes, a Path or an open binary file are a file of UTF-8 text. `layout` is
         "chat" (questions to an assistant) or "completion" (questions are sentences to continue);
         None is "chat" where the model has a chat template, else "completion".
-        `on_progress` is called for each layer read. A document is read once
-        for each model and layout, and keeps its id; reading goes on if this call is interrupted.
-        `timeout` is in seconds, for all of it; the service has a limit of its own (1,800 by
-        default). After either, ingesting again finds the reading where it is.
+        `on_accepted` is called with the id of a context that is now being read, `on_progress` for
+        each layer. A document is read once for each model and layout, and keeps its id; reading
+        goes on if this call is interrupted, until the context is deleted. `timeout` is in seconds,
+        for all of it; the service has a limit of its own (1,800 by default). After either,
+        ingesting again finds the reading where it is.
 
-        Raises ValueError before any call for text that is not UTF-8, with the offset.
+        Raises ValueError before any call for text that is not UTF-8, with the offset, and for a
+        document that is empty or whitespace alone.
         """
         if layout is not None and layout not in LAYOUTS:
             raise ValueError("layout must be 'chat', 'completion' or None")
@@ -73,6 +83,8 @@ class Client:
             )
             context = self._upload(metadata, upload, deadline)
         if context.state == pb.CONTEXT_STATE_CREATING:
+            if on_accepted is not None:
+                on_accepted(context.name.removeprefix("contexts/"))
             context = self._watch(context.name, on_progress, deadline)
         if context.state == pb.CONTEXT_STATE_FAILED:
             raise from_reason(context.error.reason, context.error.message)
@@ -212,7 +224,7 @@ class Client:
             for message in call:
                 context = message.context
                 if on_progress is not None:
-                    on_progress(IngestProgress.from_message(context.progress))
+                    on_progress(IngestProgress.from_message(context))
         except grpc.RpcError as error:
             raise from_rpc(error) from error
         finally:
@@ -224,9 +236,14 @@ class _Deadline:
     """What is left of a timeout that several calls share."""
 
     def __init__(self, timeout: float | None) -> None:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds, or None")
-        self._end = None if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            self._end = None
+            return
+        if not 0 < timeout < math.inf:
+            raise ValueError(
+                f"timeout is {timeout}; it must be a number of seconds above 0, or None for no end"
+            )
+        self._end = time.monotonic() + min(timeout, TIMEOUT_S_MAX)
 
     def left(self) -> float | None:
         """Return the seconds left, or None when there is no end; raises DeadlineExceeded."""
@@ -239,6 +256,16 @@ class _Deadline:
 
 
 def _name(context_id: str) -> str:
-    """Return the resource name of a context given by id or by name."""
-    utf8(context_id, "the context id")
-    return context_id if context_id.startswith("contexts/") else f"contexts/{context_id}"
+    """Return the resource name of a context given by id or by name.
+
+    Raises TypeError or ValueError for what is neither; the latter repeats its beginning.
+    """
+    if not isinstance(context_id, str):
+        raise TypeError(f"context_id must be a str, not {type(context_id).__name__}")
+    plain = context_id.removeprefix("contexts/")
+    if _ID.fullmatch(plain) is None:
+        shown = plain if len(plain) <= SHOWN_MAX else f"{plain[: SHOWN_MAX - 1]}…"
+        raise ValueError(  # repr escapes what a terminal would obey
+            f"{shown!r} is not a context id (32 hexadecimal digits; see `openbook contexts list`)"
+        )
+    return f"contexts/{plain}"

@@ -5,14 +5,22 @@ and errors go to stderr, so that the output of a verb can be piped.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import NoReturn, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +29,8 @@ from openbook.client.views import ContextInfo, IngestProgress
 
 EXIT_FAILED = 1  # the service refused or failed
 EXIT_USAGE = 2  # the command was wrong, or something that it needs is missing
+EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and SIGINT's number, as a shell has it
+TICK_S = 10  # between the signs of life that are printed where there is no terminal
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -43,6 +53,8 @@ def one_line_errors(server: str = "") -> Iterator[None]:
         fail(error.message, EXIT_FAILED)
     except ValueError as error:
         fail(str(error), EXIT_USAGE)
+    except KeyboardInterrupt:
+        fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         raise  # whoever read our output has left; typer ends quietly
     except OSError as error:
@@ -105,34 +117,71 @@ def _line_printer(console: Console) -> Callable[[IngestProgress], None]:
         tenths = 10 * progress.layers_done // progress.layers if progress.layers else 0
         if printed != (progress.stage, tenths):
             printed = (progress.stage, tenths)
-            layers = f" {progress.layers_done}/{progress.layers} layers" if progress.layers else ""
-            console.print(f"{progress.stage}{layers}", highlight=False)
+            console.print(str(progress), highlight=False)
 
     return update
 
 
-def print_contexts(contexts: Iterable[ContextInfo], console: Console) -> None:
-    """Print a table of contexts; tab-separated lines where stdout is not a terminal."""
-    header = ("id", "name", "state", "tokens", "on disk", "created")
-    rows = [
-        (
-            info.id,
-            printable(info.display_name).replace("\n", " ").replace("\t", " "),
-            info.state,
-            str(info.token_count),
-            size(info.bytes_on_disk),
-            moment(info.created),
-        )
-        for info in contexts
-    ]
+@contextmanager
+def elapsed(what: str, console: Console) -> Iterator[None]:
+    """Show `what` and the seconds it takes: counting on a terminal, else a line each TICK_S."""
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            bar.add_task(what, total=None)
+            yield
+        return
+    is_over = threading.Event()
+
+    def tell() -> None:
+        passed_s = 0
+        while not is_over.wait(TICK_S):
+            passed_s += TICK_S
+            console.print(f"  {passed_s} s", highlight=False)
+
+    console.print(f"{what} ...", highlight=False)
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+
+
+def print_contexts(contexts: Iterable[ContextInfo], console: Console, *, now: datetime) -> None:
+    """Print a table of contexts, for people on a terminal, else lines of fields between tabs.
+
+    The lines are for programs: a header, bytes as a number, times in UTC as ISO 8601.
+    """
     if not console.is_terminal:
-        for row in (header, *rows):
+        header = ("id", "layout", "state", "tokens", "bytes", "created", "name")
+        for row in (header, *map(_tab_fields, contexts)):
             console.file.write("\t".join(row) + "\n")
         return
-    table = Table(*header)
-    for row in rows:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("id", "layout", "state"):
+        table.add_column(name, no_wrap=True)  # the id is copied: whole, however narrow the terminal
+    for name in ("tokens", "disk", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("name", overflow="fold")  # what gives way
+    for info in contexts:
+        row = (info.id, info.layout or "", info.state, str(info.token_count))
+        row += (size(info.bytes_on_disk), age(info.created, now), _one_line(info.display_name))
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def _tab_fields(info: ContextInfo) -> tuple[str, ...]:
+    """Return a context's fields in the order of the header."""
+    created = info.created.astimezone(UTC).isoformat(timespec="seconds") if info.created else ""
+    measured = (str(info.token_count), str(info.bytes_on_disk), created)
+    return (info.id, info.layout or "", info.state, *measured, _one_line(info.display_name))
+
+
+def _one_line(text: str) -> str:
+    """Return printable text without the characters that part fields and lines."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
 
 
 def print_fields(fields: Mapping[str, object], console: Console) -> None:
@@ -156,3 +205,14 @@ def size(count: int) -> str:
 def moment(when: datetime | None) -> str:
     """Return a time in the local zone to the minute, or "" for none."""
     return when.astimezone().strftime("%Y-%m-%d %H:%M") if when is not None else ""
+
+
+def age(since: datetime | None, now: datetime) -> str:
+    """Return how long ago `since` was, in its largest whole unit, or "" for None."""
+    if since is None:
+        return ""
+    seconds = max(0, int((now - since).total_seconds()))  # the server's clock may be ahead
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from openbook.client.asks import Budget
 from openbook.client.client import Client
-from openbook.client.console import ingest_progress, printable
+from openbook.client.console import elapsed, ingest_progress, printable
 from openbook.client.demo_model import demo_model
 from openbook.client.demo_report import Asked, Figures, Forwarded, print_figures, write_json
 from openbook.client.demo_server import DemoFailed, DemoServer, last_line, serve_command
@@ -52,6 +52,8 @@ def read_script(document: Path | None, facts: Path | None, *, model: str | None)
 
     Raises ValueError or OSError that says what is missing.
     """
+    if (document is None) != (facts is None):
+        raise ValueError("--document and --facts go together: the facts are of the document")
     document = document or _example("esther.txt")
     facts = facts or _example("facts.json")
     text = document.read_text(encoding="utf-8")
@@ -100,7 +102,9 @@ def _play(script: Script, directory: Path, console: Console) -> Figures:
             restored = [_ask_fact(client, context_id, fact, console) for fact in script.facts]
     finally:
         server.stop()
-    console.print("\nReading the document again without the store, to compare.")
+    console.print()
+    with elapsed("Reading the document again without the store, to compare", console):
+        prefill_first_token_s = _prefill_again(script)
     return Figures(
         context=info,
         ingest_s=ingest_s,
@@ -111,18 +115,18 @@ def _play(script: Script, directory: Path, console: Console) -> Figures:
         forwarded=forwarded,
         exact=exact.receipt,
         keys=keys.receipt,
-        prefill_first_token_s=_prefill_again(script),
+        prefill_first_token_s=prefill_first_token_s,
     )
 
 
 def _start(server: DemoServer, console: Console) -> tuple[str, float]:
     """Start the server; return its address and the seconds that took."""
-    console.print("Starting the server ...", end=" ")
     begin = time.monotonic()
-    address = server.start()
-    elapsed = time.monotonic() - begin
-    console.print(f"ready on {address} after {elapsed:.1f} s.")
-    return address, elapsed
+    with elapsed("Starting the server", console):
+        address = server.start()
+    start_s = time.monotonic() - begin
+    console.print(f"The server is ready on {address} after {start_s:.1f} s.")
+    return address, start_s
 
 
 def _ingest(client: Client, script: Script, console: Console) -> tuple[str, float]:

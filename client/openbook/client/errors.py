@@ -213,6 +213,22 @@ STATUSES: Mapping[grpc.StatusCode, type[OpenbookError]] = {
     grpc.StatusCode.UNKNOWN: ServerFault,
 }
 
+# Said where the service said nothing itself: what gRPC's library has to tell is for its developers,
+# and stays in the error's cause.
+WORDS: Mapping[type[OpenbookError], str] = {
+    InvalidRequest: "the request was refused",
+    NotFound: "there is no such context or model",
+    NotReady: "the context or the server is not in the state that this needs",
+    ContextCorrupt: "the stored bytes are damaged or gone",
+    Exhausted: "a limit of the server or of the connection is reached",
+    Unavailable: "no server answers at that address",
+    DeadlineExceeded: "the call did not end within its timeout",
+    Cancelled: "the call was cancelled",
+    NotAllowed: "no credential was given, or it does not grant this",
+    NotSupportedYet: "the server does not serve this call",
+    ServerFault: "the server failed, or it is no openbook server",
+}
+
 
 def from_reason(reason: str, message: str) -> OpenbookError:
     """Return the error of a context that FAILED: its reason's class, else IngestFailed."""
@@ -221,20 +237,22 @@ def from_reason(reason: str, message: str) -> OpenbookError:
 
 
 def from_rpc(error: grpc.RpcError) -> OpenbookError:
-    """Translate a failed call: by ErrorInfo's reason, else by its gRPC status."""
+    """Translate a failed call: by ErrorInfo's reason, else by its gRPC status.
+
+    The text is the service's own, or one of WORDS. Raise it from `error`, which has gRPC's.
+    """
     if not isinstance(error, grpc.Call):
         return ServerFault(f"the call failed without a status ({type(error).__name__})")
     code = error.code()
     info = _error_info(error)
-    if info is not None and info.reason in REASONS:
-        kind = REASONS[info.reason]
-    else:
-        kind = STATUSES.get(code, ServerFault)
-    return kind(
-        error.details() or code.name.lower().replace("_", " "),
-        reason=info.reason if info is not None else "",
+    kind = STATUSES.get(code, ServerFault)
+    if info is None:
+        return kind(WORDS[kind], status=code.name)
+    return REASONS.get(info.reason, kind)(
+        error.details() or WORDS[kind],
+        reason=info.reason,
         status=code.name,
-        details=info.metadata if info is not None else None,
+        details=info.metadata,
     )
 
 

@@ -51,8 +51,8 @@ def opened(document: Document) -> Iterator[Upload]:
     """Check and hash `document`; on leaving, close it if it was opened here.
 
     A str is text and a Path or an open binary file is a file, from where it stands. Raises
-    ValueError with the offset at the first character (str) or byte (others) that is not UTF-8,
-    TypeError for a file opened as text, OSError as `open` does.
+    ValueError with the offset at the first character (str) or byte (others) that is not UTF-8, and
+    for a document without any text, TypeError for a file opened as text, OSError as `open` does.
     """
     with _binary(document) as file:
         start = file.tell()
@@ -62,7 +62,12 @@ def opened(document: Document) -> Iterator[Upload]:
 
 
 def utf8(text: str, what: str) -> bytes:
-    """Return `text` as UTF-8, or raise ValueError that names `what` and the character offset."""
+    """Return `text` as UTF-8; `what` names it in the error.
+
+    Raises TypeError when it is no str, ValueError with the offset of a character that is not one.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be a str, not {type(text).__name__}")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -88,19 +93,26 @@ def _binary(document: Document) -> AbstractContextManager[BinaryIO]:
 
 
 def _checked(file: BinaryIO) -> tuple[bytes, int]:
-    """Return SHA-256 and size of the rest of `file`; raise ValueError where it is not UTF-8."""
+    """Return SHA-256 and size of the rest of `file`.
+
+    Raises ValueError where it is not UTF-8, or when it is empty or whitespace from end to end.
+    """
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
+    is_blank = True
     while True:
         chunk = file.read(CHUNK_BYTES)
         carried = len(decoder.getstate()[0])  # bytes of a character cut by the chunk's start
         try:
-            decoder.decode(chunk, final=not chunk)
+            text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
             offset = size - carried + error.start
             raise ValueError(f"the document is not UTF-8 at byte offset {offset}") from None
+        is_blank = is_blank and not text.strip()
         if not chunk:
+            if is_blank:
+                raise ValueError("the document is empty, or whitespace alone")
             return digest.digest(), size
         digest.update(chunk)
         size += len(chunk)

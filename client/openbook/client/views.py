@@ -14,7 +14,7 @@ from openbook.v1 import contexts_pb2 as pb
 
 Layout = Literal["chat", "completion"]
 State = Literal["creating", "active", "failed", "unknown"]
-Stage = Literal["queued", "reading", "sealing", "done", "unknown"]
+Stage = Literal["queued", "reading", "sealing", "done", "failed", "unknown"]
 FinishReason = Literal["stop", "length", "unknown"]
 
 LAYOUTS: Mapping[Layout, pb.PromptLayout] = {
@@ -41,17 +41,29 @@ _FINISH_REASONS: Mapping[int, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class IngestProgress:
-    """How far the reading of a document has come; `layers` is 0 until it is known."""
+    """How far the reading of a document has come; `layers` is 0 until it is known.
+
+    As text it is short: "reading 12/30 layers".
+    """
 
     stage: Stage
     layers_done: int
     layers: int
 
     @classmethod
-    def from_message(cls, message: pb.Progress) -> "IngestProgress":
-        """Read the service's message."""
-        stage = _STAGES.get(message.stage, "unknown")
-        return cls(stage, message.layers_done, message.layers)
+    def from_message(cls, message: pb.Context) -> "IngestProgress":
+        """Read the service's message; the progress of a context that FAILED names no stage."""
+        progress = message.progress
+        stage = _STAGES.get(progress.stage, "unknown")
+        if message.state == pb.CONTEXT_STATE_FAILED:
+            stage = "failed"
+        return cls(stage, progress.layers_done, progress.layers)
+
+    def __str__(self) -> str:
+        """Return the stage, and the layers where they say something."""
+        if not self.layers or self.stage == "failed":
+            return self.stage
+        return f"{self.stage} {self.layers_done}/{self.layers} layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +112,7 @@ class ContextInfo:
             display_name=message.display_name,
             model=message.model,
             state=_STATES.get(message.state, "unknown"),
-            progress=IngestProgress.from_message(message.progress),
+            progress=IngestProgress.from_message(message),
             layout=_LAYOUT_NAMES.get(message.prompt_layout),
             token_count=message.token_count,
             bytes_on_disk=message.bytes,
@@ -131,12 +143,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What an ask really did.
+    """What an ask really did; docs/RECEIPT.md explains every field.
 
     `tokens_reused` came from the store, `tokens_prefilled` were forwarded before the first answer
-    token. `keys_scored`, `centroids_scored` and `mass_estimated` are shares (0 to 1), means over
-    generated tokens, layers and heads; `keys_read` is a number of keys. Times are milliseconds;
-    `token_ms` is the mean of the tokens after the first.
+    token. `keys_scored` and `centroids_scored` are shares (0 to 1) of the context's tokens and
+    `keys_read` a number of keys, all of them means over generated tokens, layers and KV heads;
+    `mass_estimated` is a share (0 to 1) of the attention. Times are milliseconds; `token_ms` is
+    the mean of the tokens after the first, `middle_ms` and `device_ms` are parts of it.
     """
 
     tokens_reused: int
