@@ -162,6 +162,7 @@ class FakeAsk:
         self.on_event = on_event
         self.question_ids = spec.question.split()
         self.tokens = 0
+        self.asked_at: float | None = None
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -202,13 +203,21 @@ class FakeEngine:
                 live = self._live[path] = (stored, [0])
             return FakeOpened(*live)
 
-    def submit(self, spec: Any, context: FakeOpened, on_event: Callable[[Any], None]) -> FakeAsk:
+    def submit(
+        self,
+        spec: Any,
+        context: FakeOpened,
+        on_event: Callable[[Any], None],
+        *,
+        asked_at: float | None = None,
+    ) -> FakeAsk:
         """Queue an ask, within the limits of the real engine."""
         check_answer_limits(max_tokens=spec.max_tokens, stop=spec.stop)
         SamplingSettings(spec.temperature, spec.top_p, spec.seed)
         if spec.question.startswith("explode"):
             raise self.explosion(f"about {spec.question}")
         ask = FakeAsk(spec, context.hold(), on_event)
+        ask.asked_at = asked_at
         with self._lock:
             self.asks.append(ask)
         return ask

@@ -176,7 +176,7 @@ class RunningServer:
         self._loop = asyncio.get_running_loop()
         self._told = asyncio.Event()
         self.valkey = await server_app.start_valkey(self.data, self.log)
-        server = grpc.aio.server(options=server_app.OPTIONS)
+        server = server_app.new_server()
         self.address = server_app.bind(server, self.settings.listen)
         self.app = server_app.App(
             self.settings, b"s" * 32, self.model, self.engine,

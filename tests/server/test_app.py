@@ -109,6 +109,19 @@ def test_an_upload_for_another_model_waits_for_that_model(make_server):
     assert done.state == pb.CONTEXT_STATE_ACTIVE and done.display_name == "Light"
 
 
+def test_what_another_model_or_secret_left_is_counted_in_a_warning(make_server, log):
+    server = make_server()
+    active(server)
+    settle(server, ingest(server, b" ").name)
+    server.reading.gate.clear()
+    ingest(server, b"waits")
+    server.stop()
+    assert "of_another_model_or_secret" not in log.names()
+    make_server(model=FakeModel("weights-b"))
+    (told,) = [event for event in log.events if event[1] == "of_another_model_or_secret"]
+    assert told == ("warning", "of_another_model_or_secret", {"contexts": 1, "uploads": 2})
+
+
 def test_a_context_of_another_model_is_refused_and_the_document_read_anew(make_server):
     server = make_server()
     old = active(server)
@@ -141,6 +154,21 @@ def test_drain_lets_answers_end_and_refuses_new_ones(make_server):
     watching.cancel()
 
 
+def test_a_stop_that_waits_says_so_and_for_how_long(make_server, monkeypatch):
+    monkeypatch.setattr(app, "TELL_S", 0.1)
+    server = make_server(drain_s=60)
+    context = active(server)
+    server.engine.gate.clear()
+    answer = ask(server, context.name, max_tokens=1)
+    until(lambda: server.engine.asks)
+    server.drain()
+    until(lambda: server.log.names().count("draining") >= 3)
+    server.engine.gate.set()
+    assert text_of(answer) == "who-0 "
+    first, *_, last = [fields for _, name, fields in server.log.events if name == "draining"]
+    assert first == {"asks": 1, "calls": 1, "drain_s": 60.0} and last["drain_s"] < 60.0
+
+
 def test_drain_ends_in_bounded_time_when_an_answer_does_not(make_server):
     server = make_server(drain_s=0.2)
     context = active(server)
@@ -159,9 +187,9 @@ def test_a_data_directory_of_another_shape_is_refused_in_one_line(data, monkeypa
     monkeypatch.setattr(app, "capture_libraries", lambda _: None)
     monkeypatch.setattr(app, "load_model", lambda *_, **__: FakeModel())
     monkeypatch.setattr(app, "Engine", lambda model, **_: FakeEngine(model))
-    (data / "uploads").write_text("no directory")
+    (data / "uploads").write_text("put there after the start has looked")
     with pytest.raises(StartRefused, match="cannot be used") as refused:
-        app.run(Settings(data=data, model="fake", listen="127.0.0.1:0"))
+        app.run(Settings(data=data, model="fake", listen="127.0.0.1:0"), b"s" * 32)
     assert "\n" not in str(refused.value)
 
 

@@ -13,6 +13,8 @@ from openbook.v1 import contexts_pb2_grpc as rpcs
 
 from .running import DOCUMENT, Held, active, ask, ingest, refusal, text_of, until, upload
 
+METHODS = tuple(pb.DESCRIPTOR.services_by_name["ContextService"].methods)
+
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
 def test_an_ask_ends_at_the_server_s_deadline_whatever_its_caller_allows(make_server, timeout):
@@ -89,11 +91,35 @@ def test_case_b58_a_message_over_4_mib_is_refused_and_the_server_lives(server):
     assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
 
 
-def test_random_bytes_as_a_request_are_refused_and_the_server_lives(server):
-    call = server.channel.unary_unary("/openbook.v1.ContextService/GetContext")
-    with pytest.raises(grpc.RpcError):
-        call(b"\xff\xfe\x00garbage")
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_bytes_that_are_no_message_are_refused_by_name_and_the_server_lives(server, method):
+    kinds = {
+        (False, False): server.channel.unary_unary,
+        (False, True): server.channel.unary_stream,
+        (True, False): server.channel.stream_unary,
+    }
+    kind = kinds[method.client_streaming, method.server_streaming]
+    call = kind(f"/openbook.v1.ContextService/{method.name}")
+    garbage = b"\xff\xfe\x00garbage"
+    request = iter([garbage]) if method.client_streaming else garbage
+    status, reason, details = refusal(lambda: call(request, timeout=10))
+    assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "ARGUMENT_INVALID")
+    assert details == {"field": "request"}
     assert server.stub.ListModels(pb.ListModelsRequest()).models
+
+
+def test_a_chunk_that_is_no_message_ends_the_upload_and_leaves_nothing(server):
+    call = server.channel.stream_unary("/openbook.v1.ContextService/IngestContext")
+    first, *_ = upload(b"")
+    messages = iter([first.SerializeToString(), b"\xff\xff"])
+    assert refusal(lambda: call(messages, timeout=10))[2] == {"field": "request"}
+    assert list((server.data / "uploads").iterdir()) == []
+
+
+def test_a_method_that_is_not_there_is_named_unimplemented(server):
+    with pytest.raises(grpc.RpcError) as raised:
+        server.channel.unary_unary("/openbook.v1.ContextService/Nothing")(b"", timeout=10)
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_the_server_s_options_let_clients_ping_and_share_no_port():

@@ -1,6 +1,7 @@
 """Answers stream side by side, end when their readers leave, and are bounded in number."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -160,3 +161,15 @@ def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
 
     with pytest.raises(ReaderStalled):
         asyncio.run(service._write(Stalled(), "text"))
+
+
+def test_an_ask_is_counted_from_its_arrival_and_not_from_when_its_context_is_open(server):
+    context = active(server)
+    server.engine.open_gate.clear()
+    before = time.monotonic()
+    answer = ask(server, context.name, max_tokens=1)
+    until(lambda: server.app.decode.asks_running == 1)
+    waiting = time.monotonic()
+    server.engine.open_gate.set()
+    assert text_of(answer) == "who-0 "
+    assert before <= server.engine.asks[0].asked_at <= waiting

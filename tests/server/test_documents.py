@@ -122,3 +122,46 @@ def test_sweep_removes_what_makes_no_sense_and_keeps_the_rest(data):
     assert documents.sweep() == 6
     assert documents.pending() == [upload]
     assert sorted(path.suffix for path in uploads.iterdir()) == [".doc", ".json"]
+
+
+def test_odd_things_among_uploads_and_names_are_swept_and_not_waited_for(data):
+    documents = Documents(data, bytes_max=10)
+    upload = keep(documents, name="Light")
+    uploads, labels = data / "uploads", data / "labels"
+    os.mkfifo(uploads / f"{OTHER}.json")
+    (uploads / "folder" / "below").mkdir(parents=True)
+    (uploads / "x.part").mkdir()
+    (uploads / ("c" * 32 + ".json")).mkdir()
+    (uploads / ("d" * 32 + ".doc")).symlink_to(data / "secret")
+    (labels / OTHER).mkdir()
+    os.mkfifo(labels / ("c" * 32))
+    assert documents.pending() == [upload] and documents.find(OTHER) is None
+    assert documents.sweep() == 5 and documents.sweep_names({ID, OTHER, "c" * 32}) == 2
+    assert sorted(path.name for path in uploads.iterdir()) == [f"{ID}.doc", f"{ID}.json"]
+    assert documents.display_name(ID) == "Light" and documents.display_name(OTHER) == ""
+
+
+def test_a_name_that_nobody_could_have_given_is_not_shown(data):
+    documents = Documents(data, bytes_max=10)
+    (data / "labels" / ID).write_bytes(b"x" * (5 << 20))
+    (data / "labels" / OTHER).write_bytes(b"\xff")
+    assert documents.display_name(ID) == documents.display_name(OTHER) == ""
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "1e300", "-1"])
+def test_a_record_of_no_time_is_none(data, seconds):
+    documents = Documents(data, bytes_max=10)
+    keep(documents)
+    path = data / "uploads" / f"{ID}.json"
+    path.write_text(
+        path.read_text().replace('"received_unix_s":1.0', f'"received_unix_s":{seconds}')
+    )
+    assert seconds in path.read_text() and documents.pending() == []
+
+
+def test_a_document_longer_than_its_record_says_is_not_read(data):
+    documents = Documents(data, bytes_max=10)
+    upload = keep(documents)
+    (data / "uploads" / f"{ID}.doc").write_bytes(b"x" * 1000)
+    with pytest.raises(UploadCorrupt):
+        documents.read(upload)

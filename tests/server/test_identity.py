@@ -1,4 +1,4 @@
-"""A data directory is private and has one owner; ids are stable and say nothing."""
+"""A secret is private and never replaced; ids are stable and say nothing."""
 
 import os
 import subprocess
@@ -7,12 +7,8 @@ from hashlib import sha256
 
 import pytest
 
-from openbook.server.identity import (
-    DataDirectoryRefused,
-    context_id_of,
-    load_secret,
-    open_data_directory,
-)
+from openbook.server.directory import DataDirectoryRefused, open_data_directory
+from openbook.server.identity import context_id_of, load_secret
 
 DIGEST = sha256(b"document").digest()
 
@@ -31,13 +27,6 @@ def test_a_new_data_directory_and_its_secret_are_private(tmp_path):
     assert load_secret(tmp_path / "a" / "data") == first and len(first) == 32
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o704, 0o777])
-def test_a_data_directory_open_to_others_is_refused(tmp_path, mode):
-    tmp_path.chmod(mode)
-    with pytest.raises(DataDirectoryRefused, match="open to other users"):
-        open_data_directory(tmp_path)
-
-
 def test_a_secret_open_to_others_or_cut_short_is_refused(data):
     load_secret(data)
     (data / "secret").chmod(0o644)
@@ -53,23 +42,18 @@ def test_a_secret_that_cannot_be_read_or_made_is_refused_in_one_line(data):
     (data / "secret.new").mkdir()
     with pytest.raises(DataDirectoryRefused, match="cannot be read or made"):
         load_secret(data)
-    (data / "secret").mkdir(mode=0o700)
-    with pytest.raises(DataDirectoryRefused, match="cannot be read or made"):
+    (data / "secret").mkdir()
+    with pytest.raises(DataDirectoryRefused, match="not a regular file"):
         load_secret(data)
 
 
-def test_a_file_is_no_data_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(DataDirectoryRefused, match="not a directory"):
-            open_data_directory(path)
-
-
-def test_two_servers_never_share_a_data_directory(data):
-    with open_data_directory(data):
-        with pytest.raises(DataDirectoryRefused, match="another server"):
-            open_data_directory(data)
-    open_data_directory(data).close()
+@pytest.mark.parametrize("name", ["contexts/local/" + "a" * 32, "uploads/" + "a" * 32 + ".json"])
+def test_a_lost_secret_is_not_replaced_while_its_contexts_are_there(data, name):
+    (data / name).parent.mkdir(parents=True)
+    (data / name).mkdir()
+    with pytest.raises(DataDirectoryRefused, match="is missing, but"):
+        load_secret(data)
+    assert not (data / "secret").exists()
 
 
 def test_an_id_depends_on_secret_model_layout_and_document_alone():

@@ -109,3 +109,22 @@ def test_what_no_one_caught_is_named_and_not_quoted(log, monkeypatch):
     thread.join()
     sys.excepthook(RuntimeError, RuntimeError(CANARY), None)
     assert log.names() == ["uncaught_in_thread", "uncaught"] and CANARY not in str(log.events)
+
+
+def test_a_library_that_writes_by_itself_is_made_to_speak_through_the_log(log, monkeypatch):
+    from openbook.server.logs import capture_libraries
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    stream = io.StringIO()
+    logger = logging.getLogger("loud.library")
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.propagate = False
+    capture_libraries(log)
+    logging.captureWarnings(False)
+    logger.warning("a report of\nmany lines about %s", CANARY)
+    assert stream.getvalue() == ""
+    assert [fields["logger"] for _, _, fields in log.events] == ["loud.library"]

@@ -46,7 +46,18 @@ def test_the_environment_is_read_and_an_option_wins(monkeypatch):
         ({**NEEDED, "role": "decode"}, "'decode' is not served yet"),
         ({**NEEDED, "role": "boss"}, "--role"),
         ({**NEEDED, "unknown": 1}, "--unknown"),
+        ({**NEEDED, "data": ""}, "--data"),
         ({**NEEDED, "redis_url": "http://:hunter2@host"}, "--redis-url"),
+        ({**NEEDED, "redis_url": "redis://:hunter2@host:notaport"}, "--redis-url"),
+        ({**NEEDED, "redis_url": "redis://:hunter2@[::1"}, "--redis-url"),
+        ({**NEEDED, "redis_url": "redis://:hunter2@host?hunter2=x"}, "--redis-url"),
+        ({**NEEDED, "redis_url": "redis://:hunter2@host?socket_timeout=x"}, "--redis-url"),
+        ({**NEEDED, "lease_ttl_s": 1e308}, "OPENBOOK_LEASE_TTL_S"),
+        ({**NEEDED, "lease_ttl_s": 1e-9}, "OPENBOOK_LEASE_TTL_S"),
+        ({**NEEDED, "drain_s": 1e308}, "OPENBOOK_DRAIN_S"),
+        ({**NEEDED, "ask_deadline_s": 1e308}, "OPENBOOK_ASK_DEADLINE_S"),
+        ({**NEEDED, "call_deadline_s": 1e308}, "OPENBOOK_CALL_DEADLINE_S"),
+        ({**NEEDED, "ingest_deadline_s": 1e308}, "OPENBOOK_INGEST_DEADLINE_S"),
         ({**NEEDED, "listen": "0.0.0.0:1"}, "only loopback"),
     ],
 )
@@ -66,6 +77,13 @@ def test_a_setting_that_is_no_option_is_named_by_its_variable(monkeypatch):
 
 def test_as_many_threads_run_as_the_process_may_have_cores():
     assert load_settings(NEEDED).threads == usable_cores()
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "rediss://:p@h:6380/2", "unix:///run/redis.sock?db=1", "redis://[::1]:7"]
+)
+def test_a_url_of_a_redis_is_taken_unread(url):
+    assert load_settings({**NEEDED, "redis_url": url}).redis_url.get_secret_value() == url
 
 
 def test_a_password_is_not_shown():

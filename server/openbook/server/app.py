@@ -2,9 +2,9 @@
 
 Owns the order of start and stop. It knows nothing of what a part does between the two.
 
-Start: data directory, address, Valkey, model, catalog, then ready. A stop by SIGTERM or Ctrl-C
-says NOT_SERVING, takes nothing new, lets running answers end, and gives the rest back. A second
-signal does not wait for them.
+Start: address, Valkey, model, catalog, then ready; the data directory is held already (start.py).
+A stop by SIGTERM or Ctrl-C says NOT_SERVING, takes nothing new, lets running answers end, and gives
+the rest back. A second signal does not wait for them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,9 @@ from openbook import worker
 from openbook.server.broker import Broker
 from openbook.server.catalog import Catalog
 from openbook.server.decode_worker import DecodeWorker
+from openbook.server.directory import TENANT_ROOT
 from openbook.server.documents import Documents
 from openbook.server.health import Health
-from openbook.server.identity import (
-    TENANT,
-    DataDirectoryRefused,
-    load_secret,
-    open_data_directory,
-)
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker, ReadDocument
 from openbook.server.ingests import Ingests
@@ -44,8 +39,10 @@ from openbook.server.leases import LeaseKeeper, Leases
 from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
 from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
+from openbook.server.requests import Parsing
 from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings
+from openbook.server.start import StartRefused, address_refused, check_address
 from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import (
@@ -60,6 +57,7 @@ from openbook.worker import (
 MESSAGE_BYTES_MAX = 4 << 20
 STOP_GRACE_S = 0.5
 LAST_ASK_S = 0.02
+TELL_S = 10.0
 OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port silently
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -70,23 +68,14 @@ OPTIONS = (
 )
 
 
-class StartRefused(Exception):
-    """The server cannot start as told; the text is one line for a person."""
-
-
-def run(settings: Settings) -> int:
-    """Serve until told to stop and return the exit code. Raises StartRefused."""
-    os.umask(0o077)
+def run(settings: Settings, secret: bytes) -> int:
+    """Serve a held data directory until told to stop; return the exit code. Raises StartRefused."""
     _raise_descriptor_limit()
     log = open_log(sys.stderr)
     capture_libraries(log)
-    try:
-        lock = open_data_directory(settings.data)
-        secret = load_secret(settings.data)
-    except DataDirectoryRefused as error:
-        raise StartRefused(str(error)) from error
-    with lock:
-        return asyncio.run(_serve(settings, secret, log))
+    code = asyncio.run(_serve(settings, secret, log))
+    log.info("stopped")
+    return code
 
 
 def announce(address: str) -> None:
@@ -96,7 +85,7 @@ def announce(address: str) -> None:
 
 async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
     signals = _Signals(asyncio.get_running_loop())
-    server = grpc.aio.server(options=OPTIONS)
+    server = new_server()
     address = bind(server, settings.listen)
     async with AsyncExitStack() as stack:
         valkey = None
@@ -142,7 +131,7 @@ class App:
     ) -> None:
         self._settings = settings
         self._log = log
-        tenant_root = settings.data / "contexts" / TENANT
+        tenant_root = settings.data / TENANT_ROOT
         worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.broker = Broker(_redis_url(settings, valkey), log=log, embedded=valkey)
         leases = Leases(self.broker, worker_id=worker_id, ttl_s=settings.lease_ttl_s)
@@ -210,14 +199,10 @@ class App:
 
     async def stop(self, server: grpc.aio.Server, hurry: asyncio.Event) -> int:
         """Drain and stop; return the exit code. `hurry` ends the wait for running answers."""
-        self._log.info("draining", asks=self.decode.asks_running)
         await self.health.drain()
         self.service.is_draining = True
         stopping = asyncio.create_task(self.ingest_worker.stop())
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._settings.drain_s
-        while self.service.running and loop.time() < end and not hurry.is_set():
-            await asyncio.sleep(LAST_ASK_S)
+        await self._drain(hurry)
         await server.stop(STOP_GRACE_S)
         await stopping
         for task in self._tasks:
@@ -226,8 +211,23 @@ class App:
         await self.decode.stop()
         await self.keeper.close()
         await self.broker.close()
-        self._log.info("stopped")
         return 0
+
+    async def _drain(self, hurry: asyncio.Event) -> None:
+        """Wait for the calls under way, and say so: a stop that waits looks like one that hangs."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        end, tell_at = now + self._settings.drain_s, now
+        while True:
+            if now >= tell_at:
+                asks, calls = self.decode.asks_running, self.service.running
+                left_s = round(max(0.0, end - now), 1)
+                self._log.info("draining", asks=asks, calls=calls, drain_s=left_s)
+                tell_at = now + TELL_S
+            if not self.service.running or now >= end or hurry.is_set():
+                return
+            await asyncio.sleep(LAST_ASK_S)
+            now = loop.time()
 
     async def _kept(self, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a task that never ends by itself, again whenever it fails."""
@@ -260,19 +260,22 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
+def new_server() -> grpc.aio.Server:
+    """Return a server with the options of every server of ours, and nothing to serve yet."""
+    return grpc.aio.server(options=OPTIONS, interceptors=(Parsing(),))
+
+
 def bind(server: grpc.aio.Server, listen: str) -> str:
     """Bind a server and return HOST:PORT with the port that was taken. Raises StartRefused.
 
     The address is tried by itself first: grpc says its own words on stderr when it cannot bind.
     """
-    host, _, wanted = listen.rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    check_address(listen)
     try:
-        socket.create_server((host.strip("[]"), int(wanted)), family=family).close()
         port = server.add_insecure_port(listen)
-    except (OSError, RuntimeError) as error:
-        raise StartRefused(f"the address {listen} cannot be bound; is it in use?") from error
-    return f"{host}:{port}"
+    except RuntimeError as error:
+        raise address_refused(listen) from error
+    return f"{listen.rpartition(':')[0]}:{port}"
 
 
 async def start_valkey(data: Path, log: Log) -> EmbeddedValkey:
@@ -325,8 +328,9 @@ async def _load(settings: Settings, signals: _Signals) -> Model | None:
     except (UnsupportedModel, ModelMissing) as error:
         raise StartRefused(str(error)) from error
     except Exception as error:
-        line = str(error).strip().partition("\n")[0]
-        raise StartRefused(f"the model cannot be loaded: {type(error).__name__}: {line}") from error
+        raise StartRefused(
+            f"the model cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _leave_at_once(valkey: EmbeddedValkey | None) -> NoReturn:

@@ -16,6 +16,7 @@ import grpc
 
 from openbook.server.errors import DeadlinePassed, WireError, describe, is_fault
 from openbook.server.logs import Log, fault_fields
+from openbook.server.requests import sound
 
 NOT_WAITED_FOR = ("WatchContext",)  # only looks on; its caller looks again after a restart
 
@@ -90,7 +91,7 @@ async def _in_time(
     limit_s = servicer.deadline_s(handler.__name__)
     try:
         async with asyncio.timeout(limit_s) as deadline:
-            return await handler(servicer, request, rpc)
+            return await handler(servicer, sound(request), rpc)
     except TimeoutError as error:
         if deadline.expired():
             raise DeadlinePassed(limit_s) from error

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+if TYPE_CHECKING:
+    from openbook.server.settings import Settings
+
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+LINE_MAX = 300
 
 
 def serve(
@@ -31,7 +34,10 @@ def serve(
         typer.Option(help="Loopback HOST:PORT; port 0: any free one. [default: 127.0.0.1:50051]"),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Directory of the contexts; made with mode 0700. Required.")
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Directory of the contexts; made with mode 0700. Required."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -64,8 +70,8 @@ def serve(
     Every option may also be set by an environment variable: OPENBOOK_ and its name in capitals.
     Prints `openbook ready on HOST:PORT` on stdout once it answers. Stops on SIGTERM or Ctrl-C.
     """
-    from openbook.server.app import StartRefused, run
     from openbook.server.settings import SettingsInvalid, load_settings, unknown_variables
+    from openbook.server.start import StartRefused, prepared
 
     given = {
         "role": role, "listen": listen, "data": data, "model": model, "device": device,
@@ -76,8 +82,30 @@ def serve(
         settings = load_settings(given)
         for name in unknown_variables(os.environ):
             print(f"openbook: {name} is not a setting; ignored", file=sys.stderr)
-        code = run(settings)
+        with prepared(settings) as secret:
+            _run(settings, secret)
     except (SettingsInvalid, StartRefused) as refusal:
-        print(f"openbook: {refusal}", file=sys.stderr)
+        _tell(refusal)
         raise typer.Exit(EXIT_REFUSED) from None
-    raise typer.Exit(code)
+
+
+def _run(settings: Settings, secret: bytes) -> NoReturn:
+    """Serve, and end the process at once: unloading the model libraries takes seconds."""
+    from openbook.server.app import run
+    from openbook.server.start import StartRefused
+
+    try:
+        code = run(settings, secret)
+    except StartRefused as refusal:
+        _tell(refusal)
+        code = EXIT_REFUSED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _tell(refusal: Exception) -> None:
+    """Print a refusal as one line of bounded length; what a library says may have many."""
+    line = " ".join(str(refusal).split())
+    cut = line if len(line) <= LINE_MAX else f"{line[: LINE_MAX - 1]}…"
+    print(f"openbook: {cut}", file=sys.stderr)

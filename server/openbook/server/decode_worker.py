@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 from openbook.server.errors import AsksFull, EngineStopped
@@ -125,10 +126,11 @@ class DecodeWorker:
         self._opened.close()
 
     async def answer(
-        self, spec: AskSpec, context_id: str, path: Path, *, size: int
+        self, spec: AskSpec, context_id: str, path: Path, *, size: int, asked_at: float
     ) -> AsyncGenerator[str | Finished, None]:
         """Yield the answer's text as it comes, then its end. Close it to cancel the ask.
 
+        `asked_at` is when the ask arrived, in seconds of time.monotonic().
         Raises AsksFull, EngineStopped, the store's errors and the worker's.
         """
         if self._admitted >= self._asks_max:
@@ -138,7 +140,7 @@ class DecodeWorker:
         try:
             claim = await self._opened.acquire(context_id, path, size=size)
             try:
-                async with aclosing(self._stream(spec, claim)) as pieces:
+                async with aclosing(self._stream(spec, claim, asked_at)) as pieces:
                     async for piece in pieces:
                         yield piece
             finally:
@@ -147,14 +149,16 @@ class DecodeWorker:
             self._admitted -= 1
 
     async def _stream(
-        self, spec: AskSpec, claim: OpenedContext
+        self, spec: AskSpec, claim: OpenedContext, asked_at: float
     ) -> AsyncGenerator[str | Finished, None]:
         stream = AnswerStream(asyncio.get_running_loop())
+        submit = partial(self._engine.submit, spec, claim, stream.push, asked_at=asked_at)
         self._streams.add(stream)
         ask: Ask | None = None
         try:
             self._check_alive()  # it may have died while the context was opened
-            ask = await self._submit(spec, claim, stream)
+            # In a thread, because that tokenises the question.
+            ask = await made(asyncio.create_task(in_thread(submit)), undo=_cancel)
             while True:
                 piece = await stream.next()
                 yield piece
@@ -164,11 +168,6 @@ class DecodeWorker:
             self._streams.discard(stream)
             if ask is not None:
                 ask.cancel()  # of a finished ask: does nothing
-
-    async def _submit(self, spec: AskSpec, claim: OpenedContext, stream: AnswerStream) -> Ask:
-        """Hand an ask to the engine in a thread, because that tokenises the question."""
-        submitting = asyncio.create_task(in_thread(self._engine.submit, spec, claim, stream.push))
-        return await made(submitting, undo=_cancel)
 
     def _check_alive(self) -> None:
         if not self.is_alive():

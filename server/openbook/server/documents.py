@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +23,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openbook.server.directory import read_regular, sync_directory
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
-from openbook.server.identity import is_context_id, sync_directory
+from openbook.server.identity import is_context_id
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RECORD_BYTES_MAX = 16 << 10
+NAME_BYTES_MAX = 1024
 SECONDS_MAX = 2**53  # as in a manifest
 
 
@@ -39,7 +42,7 @@ class Upload(BaseModel):
     layout: str
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
-    received_unix_s: float = Field(ge=0, le=SECONDS_MAX)
+    received_unix_s: float = Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)
     attempts: int = Field(default=0, ge=0)
     error_reason: str = ""
     error_text: str = ""
@@ -118,11 +121,8 @@ class Documents:
 
     def read(self, upload: Upload) -> bytes:
         """Return a pending document's bytes. Raises UploadCorrupt when they are not the same."""
-        try:
-            document = self._document(upload.context_id).read_bytes()
-        except FileNotFoundError:
-            raise UploadCorrupt() from None
-        if sha256(document).hexdigest() != upload.sha256:
+        document = read_regular(self._document(upload.context_id), bytes_max=upload.bytes)
+        if document is None or sha256(document).hexdigest() != upload.sha256:
             raise UploadCorrupt()
         return document
 
@@ -146,14 +146,16 @@ class Documents:
         self._record(context_id).unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Remove uploads that were under way, and files that make no sense; count them."""
+        """Remove uploads that were under way, and whatever makes no sense; count them."""
         known = {upload.context_id for upload in self.pending() + self.failed()}
-        removed = 0
-        for path in self._uploads.iterdir():
-            if path.suffix not in (".doc", ".json") or path.stem not in known:
-                path.unlink(missing_ok=True)
-                removed += 1
-        return removed
+        strangers = [
+            path
+            for path in self._uploads.iterdir()
+            if path.suffix not in (".doc", ".json") or path.stem not in known
+        ]
+        for path in strangers:
+            _remove(path)
+        return len(strangers)
 
     def name(self, context_id: str, display_name: str) -> None:
         """Set the display name of a context; an empty one removes it."""
@@ -168,16 +170,21 @@ class Documents:
 
         A name is a user's text: it must not outlive a deletion that a crash cut short.
         """
-        removed = [path for path in self._labels.iterdir() if path.name not in known]
-        for path in removed:
-            path.unlink(missing_ok=True)
-        return len(removed)
+        strangers = [
+            path
+            for path in self._labels.iterdir()
+            if path.name not in known or path.is_symlink() or not path.is_file()
+        ]
+        for path in strangers:
+            _remove(path)
+        return len(strangers)
 
     def display_name(self, context_id: str) -> str:
         """Return the display name of a context, or an empty one."""
+        name = read_regular(self._labels / context_id, bytes_max=NAME_BYTES_MAX)
         try:
-            return (self._labels / context_id).read_text("utf-8")
-        except (FileNotFoundError, UnicodeDecodeError):
+            return name.decode() if name is not None else ""
+        except UnicodeDecodeError:
             return ""
 
     def _document(self, context_id: str) -> Path:
@@ -193,15 +200,25 @@ class Documents:
                 yield upload
 
     def _read_record(self, path: Path) -> Upload | None:
+        record = read_regular(path, bytes_max=RECORD_BYTES_MAX)
+        if record is None:
+            return None
         try:
-            with path.open("rb") as file:
-                upload = Upload.model_validate_json(file.read(RECORD_BYTES_MAX))
-        except (FileNotFoundError, ValidationError):
+            upload = Upload.model_validate_json(record)
+        except ValidationError:
             return None
         return upload if upload.context_id == path.stem else None
 
     def _write_record(self, upload: Upload) -> None:
         _write_whole(self._record(upload.context_id), upload.model_dump_json().encode())
+
+
+def _remove(path: Path) -> None:
+    """Remove what is at a path, a folder too; a link and not what it names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_whole(path: Path, content: bytes) -> None:

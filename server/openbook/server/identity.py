@@ -1,14 +1,13 @@
-"""Who a data directory is, and what its contexts are called.
+"""The secret of a data directory, and what its contexts are called.
 
-Owns the directory's mode, lock and secret, and context ids. It knows nothing of what a context
-holds, nor of the network. An id is a keyed hash: it can be computed without a
-tokenizer, the same document under the same model gives the same id, and no one without the secret
-can tell from an id which document it stands for.
+Owns the file `secret`, and context ids. It knows nothing of what a context holds, nor of the
+network. An id is a keyed hash: it can be computed without a tokenizer, the same document under the
+same model gives the same id, and no one without the secret can tell from an id which document it
+stands for.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import os
 import re
@@ -16,51 +15,17 @@ import secrets
 import stat
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
 
-TENANT = "local"  # a loopback server has one tenant
+from openbook.server.directory import (
+    SECRET_NAME,
+    TENANT_ROOT,
+    DataDirectoryRefused,
+    read_regular,
+    sync_directory,
+)
+
 SECRET_BYTES = 32
 ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # 128 bits of the keyed hash
-
-
-class DataDirectoryRefused(Exception):
-    """The data directory cannot be used; the text is one line for a person."""
-
-
-def open_data_directory(data: Path) -> IO[bytes]:
-    """Make or check `data` and return its held lock; closing the file releases the directory.
-
-    The directory must be ours and closed to group and others (its files are documents).
-    Raises DataDirectoryRefused.
-    """
-    try:
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = data.stat()
-    except (FileExistsError, NotADirectoryError):
-        raise DataDirectoryRefused(f"the data directory {data} is not a directory") from None
-    except OSError as error:
-        raise DataDirectoryRefused(
-            f"the data directory {data} cannot be made: {error.strerror}"
-        ) from error
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise DataDirectoryRefused(
-            f"the data directory {data} is open to other users; run: chmod 700 {data}"
-        )
-    if status.st_uid != os.geteuid():
-        raise DataDirectoryRefused(f"the data directory {data} belongs to another user")
-    try:
-        lock = (data / "lock").open("ab")
-        os.chmod(data / "lock", 0o600)
-    except OSError as error:
-        raise DataDirectoryRefused(
-            f"the data directory {data} cannot be written: {error.strerror}"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise DataDirectoryRefused(f"another server uses the data directory {data}") from None
-    return lock
 
 
 def load_secret(data: Path) -> bytes:
@@ -68,41 +33,48 @@ def load_secret(data: Path) -> bytes:
 
     It is renamed into place whole and synced, because every context id depends on it.
     """
+    path = data / SECRET_NAME
     try:
-        return _load_secret(data / "secret")
+        if not os.path.lexists(path):
+            _refuse_orphans(data)
+            _make_secret(path)
+        status = path.lstat()
+        secret = read_regular(path, bytes_max=SECRET_BYTES)
     except OSError as error:
         raise DataDirectoryRefused(
-            f"the secret {data / 'secret'} cannot be read or made: {error.strerror}"
+            f"the secret {path} cannot be read or made: {error.strerror}"
         ) from error
-
-
-def _load_secret(path: Path) -> bytes:
-    if not path.exists():
-        draft = path.with_name("secret.new")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-        sync_directory(path.parent)
-    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataDirectoryRefused(f"the secret {path} is not a regular file")
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise DataDirectoryRefused(f"the secret {path} is open to other users; run: chmod 600 it")
-    secret = path.read_bytes()
-    if len(secret) != SECRET_BYTES:
+        raise DataDirectoryRefused(
+            f"the secret {path} is open to other users; run: chmod 600 {path}"
+        )
+    if secret is None or len(secret) != SECRET_BYTES:
         raise DataDirectoryRefused(f"the secret {path} does not hold {SECRET_BYTES} bytes")
     return secret
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _refuse_orphans(data: Path) -> None:
+    """Refuse to make a secret where one has been lost: no document would find its context again."""
+    for folder in (data / TENANT_ROOT, data / "uploads"):
+        if folder.is_dir() and any(path.suffix != ".part" for path in folder.iterdir()):
+            raise DataDirectoryRefused(
+                f"{data / SECRET_NAME} is missing, but {folder} is not empty; "
+                "put the secret back, or choose another data directory"
+            )
+
+
+def _make_secret(path: Path) -> None:
+    draft = path.with_name("secret.new")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path)
+    sync_directory(path.parent)
 
 
 def context_id_of(

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from openbook.indexstore.errors import ContextMissing, ShardCorrupt
@@ -26,6 +26,16 @@ from openbook.server.ingest_worker import IngestWorker
 from openbook.server.logs import Log
 from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a start finds on disk. `uploads_foreign` have ids that are not what we would give."""
+
+    swept: int
+    entries: list[Entry]
+    pending: list[Upload]
+    uploads_foreign: int
 
 
 class Ingests:
@@ -204,28 +214,39 @@ class Ingests:
 
     async def recover(self) -> None:
         """Bring the catalog in line with the disk at start, and queue what waits there."""
-        swept, entries, pending = await asyncio.to_thread(self._look_at_disk)
-        for entry in entries:
+        found = await asyncio.to_thread(self._look_at_disk)
+        for entry in found.entries:
             self._catalog.put(entry)
-        for upload in pending:
+        for upload in found.pending:
             await self._queue.put(upload.context_id)
-        active = sum(entry.state is State.ACTIVE for entry in entries)
-        self._log.info("recovered", contexts=active, pending=len(pending), swept=swept)
+        active = [entry for entry in found.entries if entry.state is State.ACTIVE]
+        self._log.info(
+            "recovered", contexts=len(active), pending=len(found.pending), swept=found.swept
+        )
+        foreign = sum(not self._naming.is_ours(entry) for entry in active)
+        if foreign or found.uploads_foreign:
+            # A secret that was exchanged shows in the uploads alone: a context does not tell which
+            # document it is of.
+            self._log.warning(
+                "of_another_model_or_secret", contexts=foreign, uploads=found.uploads_foreign
+            )
 
-    def _look_at_disk(self) -> tuple[int, list[Entry], list[Upload]]:
+    def _look_at_disk(self) -> _Found:
         swept = len(sweep(self._tenant_root.parent)) + self._documents.sweep()
         entries = {entry.context_id: entry for entry in read_entries(self._tenant_root)}
         uploads = self._documents.pending() + self._documents.failed()
         known = entries.keys() | {upload.context_id for upload in uploads}
         swept += self._documents.sweep_names(known)
         waiting = []
+        foreign = 0
         for upload in uploads:
             published = entries.get(upload.context_id)
             if published is not None and published.state is State.ACTIVE:
                 self._documents.remove(upload.context_id)  # published, then we were stopped
                 continue
             if self._naming.id_of(upload.layout, bytes.fromhex(upload.sha256)) != upload.context_id:
-                continue  # uploaded for another model: it waits for that one
+                foreign += 1  # uploaded for another model: it waits for that one
+                continue
             entries[upload.context_id] = self._entry_of(upload)
             if not upload.error_reason:
                 waiting.append(upload)
@@ -233,7 +254,7 @@ class Ingests:
             replace(entry, display_name=self._documents.display_name(entry.context_id))
             for entry in entries.values()
         ]
-        return swept, named, waiting
+        return _Found(swept, named, waiting, foreign)
 
     def _entry_of(self, upload: Upload) -> Entry:
         return Entry(
@@ -256,9 +277,9 @@ class Ingests:
         path = self._tenant_root / context_id
         try:
             delete(path, self._trash)
-        except ContextMissing:
-            return
-        except ShardCorrupt:
-            self._trash.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Its manifest is no file at all, so that nobody can hold it: the next sweep takes it.
-            os.rename(path, self._trash / uuid.uuid4().hex)
+        except (ContextMissing, ShardCorrupt):
+            # It is no directory, or its manifest is no file: nobody can hold it, and the next
+            # sweep takes it from the trash. A link is moved itself, not what it names.
+            if os.path.lexists(path):
+                self._trash.mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.rename(path, self._trash / uuid.uuid4().hex)

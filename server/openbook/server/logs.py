@@ -73,6 +73,11 @@ def capture_libraries(log: Log) -> None:
     root.handlers[:] = [LibraryHandler(log)]
     root.setLevel(logging.WARNING)
     logging.captureWarnings(True)
+    for name in tuple(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        if logger.handlers:  # some write to stderr by themselves
+            logger.handlers.clear()
+            logger.propagate = True
 
     def uncaught(
         _kind: type[BaseException], error: BaseException, trace: TracebackType | None

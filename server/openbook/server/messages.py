@@ -5,6 +5,7 @@ Owns the translation and the checks of single fields. It knows nothing of what h
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 
 from google.protobuf.message import Message
@@ -12,15 +13,17 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from openbook.server.catalog import Entry, Stage, State
+from openbook.server.documents import NAME_BYTES_MAX
 from openbook.server.errors import ArgumentInvalid, FieldNotSupported, ModelUnknown
 from openbook.server.naming import name_of
 from openbook.v1 import contexts_pb2 as pb
 from openbook.worker import Finished, Model
 
-DISPLAY_NAME_BYTES_MAX = 1024
 PAGE_SIZE_DEFAULT = 50
 PAGE_SIZE_MAX = 1000
 DIGEST_BYTES = 32
+TREACHEROUS = ("Cc", "Cs", "Zl", "Zp")  # controls, halves of pairs, line and paragraph separators
+DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 TIMESTAMP_S_MAX = 253_402_300_799  # 9999-12-31T23:59:59Z, where protobuf's Timestamp ends
 
 LAYOUTS: Mapping[pb.PromptLayout, str] = {
@@ -117,10 +120,12 @@ def check_metadata(metadata: pb.IngestContextRequest.Metadata, model: Model) -> 
     refuse_unknown_fields(metadata)
     if metadata.HasField("ttl"):
         raise FieldNotSupported("ttl")
-    if len(metadata.display_name.encode()) > DISPLAY_NAME_BYTES_MAX:
-        raise ArgumentInvalid("display_name", f"may have at most {DISPLAY_NAME_BYTES_MAX} bytes")
-    if not metadata.display_name.isprintable():
-        raise ArgumentInvalid("display_name", "may hold no control characters")
+    if len(metadata.display_name.encode()) > NAME_BYTES_MAX:
+        raise ArgumentInvalid("display_name", f"may have at most {NAME_BYTES_MAX} bytes")
+    if any(_is_treacherous(character) for character in metadata.display_name):
+        raise ArgumentInvalid(
+            "display_name", "may hold no control characters, line breaks or changes of direction"
+        )
     if metadata.sha256 and len(metadata.sha256) != DIGEST_BYTES:
         raise ArgumentInvalid("sha256", f"must have {DIGEST_BYTES} bytes")
     if metadata.model not in ("", model.name):
@@ -133,6 +138,14 @@ def check_metadata(metadata: pb.IngestContextRequest.Metadata, model: Model) -> 
     if layout not in model.prompt_layouts:
         raise ArgumentInvalid("prompt_layout", "is not one that this model has")
     return layout
+
+
+def _is_treacherous(character: str) -> bool:
+    """Tell whether a character in a name changes the line that a person reads it in.
+
+    Other invisible ones are parts of ordinary names: wide spaces, and what joins emoji.
+    """
+    return unicodedata.category(character) in TREACHEROUS or character in DIRECTIONS
 
 
 def page_size(request: pb.ListContextsRequest) -> int:

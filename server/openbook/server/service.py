@@ -7,6 +7,7 @@ asks translate, catalog and ingests know the contexts, decode_worker answers.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -164,12 +165,17 @@ class ContextService(rpcs.ContextServiceServicer):
     @served
     async def Ask(self, request: pb.AskRequest, rpc: Rpc) -> None:
         """Stream an answer: deltas of text, then usage, finish reason and receipt."""
+        asked_at = time.monotonic()  # the receipt counts from here
         self._check_taking()
         context_id = parse_name(request.context)
         spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
         entry = self._readable(context_id)
         answer = self._decode.answer(
-            spec, context_id, self._tenant_root / context_id, size=entry.bytes
+            spec,
+            context_id,
+            self._tenant_root / context_id,
+            size=entry.bytes,
+            asked_at=asked_at,
         )
         try:
             async with aclosing(answer) as pieces:

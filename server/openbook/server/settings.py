@@ -18,10 +18,14 @@ from openbook.server.cores import usable_cores
 
 MIB = 1 << 20
 GIB = 1 << 30
+DAY_S = 86_400
 ENV_PREFIX = "OPENBOOK_"
 CLIENT_VARIABLES = {"OPENBOOK_SERVER", "OPENBOOK_TOKEN"}  # may well be set in the same shell
 ROLES_SERVED = ("all",)
 ROLES_PLANNED = ("gateway", "ingest", "decode")
+
+
+Deadline = Annotated[float, Field(ge=0.1, le=DAY_S, allow_inf_nan=False)]
 
 
 class SettingsInvalid(Exception):
@@ -62,11 +66,18 @@ class Settings(BaseSettings):
     ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 16
     uploads_max: Annotated[int, Field(ge=1, le=256)] = 16
     opened_bytes_max: Annotated[int, Field(ge=1)] = 16 * GIB
-    ask_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
-    call_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    ingest_deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1800.0
-    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    lease_ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0
+    ask_deadline_s: Deadline = 120.0
+    call_deadline_s: Deadline = 30.0
+    ingest_deadline_s: Deadline = 1800.0
+    drain_s: Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)] = 60.0
+    lease_ttl_s: Annotated[float, Field(ge=1, le=DAY_S, allow_inf_nan=False)] = 15.0
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _check_data(cls, data: object) -> object:
+        if data == "":
+            raise ValueError("must not be empty")  # as a path it would be the current directory
+        return data
 
     @field_validator("role")
     @classmethod
@@ -88,7 +99,19 @@ class Settings(BaseSettings):
         schemes = ("redis://", "rediss://", "unix://")
         if url is not None and not url.get_secret_value().startswith(schemes):
             raise ValueError("must start with redis://, rediss:// or unix://")
+        if url is not None:
+            _check_redis(url.get_secret_value())
         return url
+
+
+def _check_redis(url: str) -> None:
+    """Raise ValueError unless redis-py can make a connection of `url`; it connects to nothing."""
+    from redis.asyncio import ConnectionPool  # only who names a Redis waits for it
+
+    try:
+        ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
+    except Exception:  # redis-py lets out whatever the parts of a URL make it stumble over
+        raise ValueError("is not a URL of a Redis") from None
 
 
 def load_settings(given: Mapping[str, object]) -> Settings:

@@ -1,0 +1,52 @@
+"""What can keep a server from starting, found before the model libraries are loaded.
+
+Owns the order of these checks: address, data directory, secret. The libraries alone take seconds,
+and a person who mistyped a path should not wait for them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from openbook.server.directory import DataDirectoryRefused, open_data_directory
+from openbook.server.identity import load_secret
+from openbook.server.settings import Settings
+
+
+class StartRefused(Exception):
+    """The server cannot start as told; the text is for a person."""
+
+
+@contextmanager
+def prepared(settings: Settings) -> Iterator[bytes]:
+    """Hold the data directory and give its secret. Raises StartRefused."""
+    os.umask(0o077)
+    check_address(settings.listen)
+    try:
+        lock = open_data_directory(settings.data)
+    except DataDirectoryRefused as error:
+        raise StartRefused(str(error)) from error
+    with lock:
+        try:
+            secret = load_secret(settings.data)
+        except DataDirectoryRefused as error:
+            raise StartRefused(str(error)) from error
+        yield secret
+
+
+def check_address(listen: str) -> None:
+    """Raise StartRefused when the address cannot be bound now; another may still be faster."""
+    host, _, port = listen.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError as error:
+        raise address_refused(listen) from error
+
+
+def address_refused(listen: str) -> StartRefused:
+    """Return what a person reads of an address that cannot be bound."""
+    return StartRefused(f"the address {listen} cannot be bound; is it in use?")
