@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
+from shimmed import Shimmed
 
 from openbook.indexstore.dtypes import to_stored
 from openbook.indexstore.head import HeadIndex, HeadPlan
@@ -188,6 +190,22 @@ class Forger:
                 record["sha256"] = digests[record["kind"] + head]
 
         self.manifest(path, reseal)
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes the file system fail (fault_shim.c)."""
+    library = tmp_path_factory.mktemp("shim") / "fault_shim.so"
+    source = Path(__file__).with_name("fault_shim.c")
+    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]
+    subprocess.run([*command, str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def shimmed(tmp_path: Path, shim: Path) -> Shimmed:
+    (tmp_path / "stores").mkdir()
+    return Shimmed(tmp_path / "stores", shim)
 
 
 @pytest.fixture

@@ -121,6 +121,25 @@ def test_publish_may_be_retried_when_its_outcome_is_unknown(
     open_it(maker.final()).close()
 
 
+def test_context_whose_last_sync_failed_is_not_taken_away_again(
+    maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers may have it already; removed file by file it would be half a context to them."""
+    draft = maker.draft(maker.fields())
+    maker.final().parent.mkdir()
+
+    def fail(path: Path) -> None:
+        if path == maker.final().parent:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store_module, "sync_directory", fail)
+    with draft, pytest.raises(StoreWriteFailed):
+        publish(draft, maker.final())
+    open_it(maker.final()).close()
+    monkeypatch.undo()
+    assert publish(maker.draft(maker.fields()), maker.final()) is False
+
+
 def test_published_draft_is_not_discarded(maker: Any) -> None:
     with maker.draft(maker.fields()) as draft:
         publish(draft, maker.final())
@@ -227,11 +246,14 @@ def test_list_shows_published_contexts_alone(maker: Any) -> None:
     assert list_contexts(maker.root / "local") == sorted(paths)
 
 
-def test_case_b28_killed_writer_leaves_whole_contexts_and_sweepable_rest(maker: Any) -> None:
+@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_case_b28_killed_writer_leaves_whole_contexts_and_sweepable_rest(
+    maker: Any, rounds: int
+) -> None:
     rng = random.Random(28)
-    with started("killed", maker.root, 10) as forker:
+    with started("killed", maker.root, rounds) as forker:
         assert forker.stdout is not None
-        for round_ in range(10):
+        for round_ in range(rounds):
             kind, pid = forker.stdout.readline().split()
             assert kind == "child"
             time.sleep(rng.uniform(0, 0.25))

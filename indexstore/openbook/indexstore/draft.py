@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,7 +54,10 @@ def begin(root: Path) -> Draft:
     Raises StoreFull or StoreWriteFailed.
     """
     with _named_errors(TMP_NAME, root):
-        (root / TMP_NAME).mkdir(mode=MODE_DIRECTORY, parents=True, exist_ok=True)
+        if not (root / TMP_NAME).is_dir():
+            # First the root, durably: where there is a .tmp, the root's own name is on disk.
+            make_directories(root)
+            (root / TMP_NAME).mkdir(mode=MODE_DIRECTORY, exist_ok=True)
         while True:
             path = root / TMP_NAME / uuid.uuid4().hex
             path.mkdir(mode=MODE_DIRECTORY)
@@ -92,6 +95,21 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directories(path: Path) -> None:
+    """Make `path` and its missing parents, each name durable before there is anything below it.
+
+    The deepest one that exists may be the work of a process that died before it was durable, so
+    its name is synced as well.
+    """
+    lineage = (path, *path.parents)
+    missing = [directory for directory in lineage if not directory.exists()]
+    with suppress(PermissionError):  # who may not read the directory above has not made this one
+        sync_directory(lineage[len(missing)].parent)
+    for directory in reversed(missing):
+        directory.mkdir(mode=MODE_DIRECTORY, exist_ok=True)
+        sync_directory(directory.parent)
+
+
 class Draft:
     """A context being written. One thread; leave the `with` block unpublished and it is gone."""
 
@@ -99,6 +117,7 @@ class Draft:
         """Take over a locked, empty directory (begin)."""
         self.path = path
         self.manifest: Manifest | None = None  # set by seal
+        self.is_moved = False  # set by the rename that publishes it
         self._lock_fd: int | None = lock_fd
         # Each file stays open from its first write to its seal, so that fsync there reports an
         # error of any write-back since.
@@ -182,11 +201,16 @@ class Draft:
         return self.manifest
 
     def discard(self) -> None:
-        """Remove the draft, unless it was published. May be called again, and after anything."""
+        """Remove the draft, unless it was published. May be called again, and after anything.
+
+        What a rename has published stays, even if a later step of that publish failed: readers
+        may have it by now, and removing it file by file would show them half a context.
+        """
         if self._lock_fd is None:
             return
         self._close_files()
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not self.is_moved:
+            shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:

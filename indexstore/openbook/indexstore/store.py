@@ -26,6 +26,7 @@ from openbook.indexstore.draft import (
     Draft,
     begin,
     lock_directory,
+    make_directories,
     sync_directory,
     write_error,
 )
@@ -77,7 +78,7 @@ def publish(draft: Draft, final: Path) -> bool:
 
     Returns False when another writer published the same context first: that one is verified and
     stays, the draft is discarded. When it raises, the draft is still the caller's to discard or to
-    publish again: a rename that happened is not repeated.
+    publish again: a rename that happened is neither repeated nor undone.
 
     Raises ValueError for a draft that is not sealed, AlreadyPublished when another context is
     there, ShardCorrupt and its kin when the one there is damaged, StoreFull or StoreWriteFailed.
@@ -86,11 +87,11 @@ def publish(draft: Draft, final: Path) -> bool:
         raise ValueError("the draft is not sealed")
     was_first = True
     try:
-        _make_parents(final)
-        if draft.path != final:
+        make_directories(final.parent)
+        if not draft.is_moved:
             try:
                 os.rename(draft.path, final)
-                draft.path = final
+                draft.path, draft.is_moved = final, True
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -112,14 +113,6 @@ def _adopt(manifest: Manifest, final: Path) -> None:
         found = published.manifest.context_id
         if found != manifest.context_id:
             raise AlreadyPublished(str(final), manifest.context_id, found)
-
-
-def _make_parents(final: Path) -> None:
-    """Make the missing parents of `final`, each name durable."""
-    missing = [p for p in final.parents if not p.exists()]
-    for parent in reversed(missing):
-        parent.mkdir(mode=MODE_DIRECTORY, exist_ok=True)
-        sync_directory(parent.parent)
 
 
 def delete(path: Path, trash: Path) -> None:
