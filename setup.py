@@ -15,12 +15,12 @@ DIRECTIVES = {
 }
 
 
-def kernel(name: str) -> Extension:
+def kernel(name: str, header: str = "kernels.h") -> Extension:
     """Describe one Cython module; its header is part of what it is rebuilt for."""
     extension = Extension(
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
-        depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/_head.pxd"],
+        depends=[f"{KERNELS}/{header}", f"{KERNELS}/_head.pxd"],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
         extra_compile_args=COMPILE_ARGS,
     )
@@ -28,4 +28,5 @@ def kernel(name: str) -> Extension:
     return extension
 
 
-setup(ext_modules=[kernel("_attend"), kernel("_build"), kernel("_search")])
+GUARD = kernel("_guard", "guard.h")
+setup(ext_modules=[kernel("_attend"), kernel("_build"), GUARD, kernel("_search")])

@@ -23,7 +23,7 @@ from openbook.indexstore.errors import (
 )
 from openbook.indexstore.layer import layer_arrays
 from openbook.indexstore.layout import HEADER_BYTES
-from openbook.indexstore.shard import mapped_files
+from openbook.indexstore.mapped import mapped_files
 from openbook.indexstore.store import StoredContext, open_context, read_manifest, read_summary
 
 FILES = ["manifest.json", "tokens.mdb", "layer-000.mdb", "layer-001.mdb"]
@@ -109,10 +109,10 @@ def test_no_descriptors_left_is_not_corruption(
 ) -> None:
     real = os.open
 
-    def refuse(path: Any, flags: int, *rest: Any) -> int:
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
         if Path(path).name == "layer-001.mdb":
             raise OSError(24, "Too many open files")
-        return real(path, flags, *rest)
+        return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StoreReadFailed, match="Too many open files"):

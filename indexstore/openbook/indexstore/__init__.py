@@ -4,6 +4,7 @@
                         |
     draft.py, store.py  v        layer.py, layout.py, shard.py, manifest.py: what is on disk
         write ---> HeadIndex ---> stored.py opens it again, verified, as read-only views
+                        |        (held.py: its lock and files; mapped.py: its pages, guarded)
                         |
                         v
                      attend.py   searches (_search.pyx) and attends (_attend.pyx), or scans

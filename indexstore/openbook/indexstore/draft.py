@@ -190,7 +190,7 @@ class Draft:
             with self._discarding(name):
                 os.fchmod(fd, MODE_SEALED)
                 os.fsync(fd)
-                size, chunks = os.fstat(fd).st_size, file_chunks(fd)
+                size, chunks = os.fstat(fd).st_size, tuple(file_chunks(fd))
             files.append(FileEntry(name, size, chunks, records))
         raw = encode(complete(fields, tuple(files)))
         with self._discarding(MANIFEST_NAME):

@@ -1,12 +1,7 @@
-"""One LMDB file: writing its records, mapping it read-only, its digests.
+"""One LMDB file: writing its records, reading them from its map, its digests.
 
-Owns every LMDB environment of the process. It knows nothing of manifests' other fields, of
-layers or of contexts.
-
-LMDB maps a file once per process, and a NumPy view of an unmapped page is a segmentation fault.
-So one registry holds the environments, one per file, and each view holds a lease: the file is
-unmapped when the last lease is gone, never under a running search. Environments must not cross a
-fork: use threads, or processes started by spawn.
+Owns what is in a file. Which files are mapped, and for how long, is in mapped.py. It knows
+nothing of manifests' other fields, of layers or of contexts.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ import errno
 import hashlib
 import os
 import stat
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +31,8 @@ from openbook.indexstore.layout import (
     unpack_header,
 )
 from openbook.indexstore.manifest import CHUNK_BYTES, FileEntry, RecordEntry
+from openbook.indexstore.mapped import LIB_VERSION, MAPPED, Lease
 
-LIB_VERSION = 0  # LMDB 0.9: a page header of 16 bytes, on which the records' alignment rests
 MODE_WRITING = 0o600
 MODE_SEALED = 0o444
 _NO_FILE = {
@@ -84,15 +78,13 @@ def write_shard(path: Path, records: Mapping[RecordInfo, NDArray[Any]]) -> tuple
     return tuple(entries)
 
 
-def file_chunks(fd: int) -> tuple[str, ...]:
-    """Return the SHA-256 of each CHUNK_BYTES of an open file, read from its start."""
-    chunks = []
+def file_chunks(fd: int) -> Iterator[str]:
+    """Yield the SHA-256 of each CHUNK_BYTES of an open file, read from its start."""
     buffer = bytearray(CHUNK_BYTES)
     offset = 0
     while count := _read_chunk(fd, buffer, offset):
-        chunks.append(hashlib.sha256(memoryview(buffer)[:count]).hexdigest())
+        yield hashlib.sha256(memoryview(buffer)[:count]).hexdigest()
         offset += count
-    return tuple(chunks)
 
 
 def _read_chunk(fd: int, buffer: bytearray, offset: int) -> int:
@@ -108,15 +100,16 @@ def _read_chunk(fd: int, buffer: bytearray, offset: int) -> int:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[int]:
+def open_regular(path: Path, directory_fd: int | None = None) -> Iterator[int]:
     """Open a regular file for reading: no symlink is followed, no FIFO waited for.
 
+    With `directory_fd`, the file of that name in the open directory, whatever `path` is by now.
     Raises ShardCorrupt when there is no such file or it is of another type, StoreReadFailed when
     it cannot be opened or (while the caller has it) read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path if directory_fd is None else path.name, flags, dir_fd=directory_fd)
     except OSError as error:
         if error.errno in _NO_FILE:
             raise ShardCorrupt(path.name, _NO_FILE[error.errno]) from error
@@ -144,85 +137,12 @@ def check_size(path: Path, fd: int, entry: FileEntry) -> None:
         raise ShardCorrupt(path.name, f"holds {found} bytes, {entry.bytes} were sealed")
 
 
-def _map(path: Path) -> lmdb.Environment:
-    """Map a sealed file read-only."""
-    return lmdb.open(
-        str(path),
-        map_size=os.stat(path).st_size,
-        subdir=False,
-        readonly=True,
-        lock=False,  # sealed files never change: no readers' table, no lock file
-        create=False,
-        max_dbs=0,
-        lib_version=LIB_VERSION,
-    )
-
-
-class _Lease:
-    """A claim on a mapped file, given back when it is no longer referenced."""
-
-    def __init__(self, registry: _Registry, key: tuple[int, int], env: lmdb.Environment) -> None:
-        self._registry = registry
-        self._key = key
-        self.env = env
-
-    def __del__(self) -> None:
-        self._registry.give_back(self._key)
-
-
-class _Registry:
-    """The process's environments by (device, inode), each mapped once, with their leases."""
-
-    def __init__(self) -> None:
-        # Re-entrant: a lease may be collected while this thread is in `lease`.
-        self._lock = threading.RLock()
-        self._mapped: dict[tuple[int, int], lmdb.Environment] = {}
-        self._leases: dict[tuple[int, int], int] = {}
-
-    def lease(self, path: Path, fd: int) -> _Lease:
-        """Map the file at `path`, which must still be the one open as `fd`, or share its map."""
-        status = os.fstat(fd)
-        key = (status.st_dev, status.st_ino)
-        with self._lock:
-            if key not in self._mapped:
-                env = _map(path)
-                if not os.path.samestat(os.stat(path), status):
-                    env.close()
-                    raise ShardCorrupt(path.name, "was replaced while it was opened")
-                self._mapped[key] = env
-                self._leases[key] = 0
-            self._leases[key] += 1
-            return _Lease(self, key, self._mapped[key])
-
-    def give_back(self, key: tuple[int, int]) -> None:
-        """End one lease; the last one unmaps the file."""
-        with self._lock:
-            self._leases[key] -= 1
-            if self._leases[key] == 0:
-                del self._leases[key]
-                self._mapped.pop(key).close()
-
-    def mapped_files(self) -> int:
-        """Return the number of files mapped now."""
-        with self._lock:
-            return len(self._mapped)
-
-
-# Global because LMDB's rule is: one environment per file and *process*.
-_REGISTRY = _Registry()
-
-
-def mapped_files() -> int:
-    """Return the number of shard files this process has mapped (one descriptor each)."""
-    return _REGISTRY.mapped_files()
-
-
 class _Payload:
     """A borrowed payload as NumPy asks for it; an array made from it keeps the lease."""
 
     __slots__ = ("__array_interface__", "_lease")
 
-    def __init__(self, lease: _Lease, info: RecordInfo, address: int) -> None:
+    def __init__(self, lease: Lease, info: RecordInfo, address: int) -> None:
         self._lease = lease
         self.__array_interface__ = {
             "version": 3,
@@ -243,7 +163,7 @@ class Shard:
         """
         self.entry = entry
         try:
-            self._lease = _REGISTRY.lease(path, fd)
+            self._lease = MAPPED.lease(path, fd)
         except _NOT_LMDB as error:
             raise ShardCorrupt(entry.name, f"LMDB refuses it: {error}") from error
         except lmdb.Error as error:
@@ -253,6 +173,18 @@ class Shard:
             raise ShardCorrupt(entry.name, "LMDB's pages reach past the end of the file")
         if pages["entries"] != len(entry.records):
             raise ShardCorrupt(entry.name, f"{pages['entries']} records in LMDB's tree")
+
+    def check(self) -> None:
+        """Raise ShardTruncated or ShardCorrupt if a page was missing when it was read.
+
+        What was computed from the map may then be wrong. Says so at every later call.
+        """
+        if not self._lease.is_damaged:
+            return
+        found = self._lease.file_bytes
+        if found is not None and found < self.entry.bytes:
+            raise ShardTruncated(self.entry.name, self.entry.bytes, found)
+        raise ShardCorrupt(self.entry.name, "a page of it could not be read")
 
     def read(self, kind: Kind, head: int | None, *, check_digest: bool) -> NDArray[Any]:
         """Return a record as a read-only array, borrowed from the map (copied if unaligned).

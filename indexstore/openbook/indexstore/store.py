@@ -36,6 +36,7 @@ from openbook.indexstore.errors import (
     ContextInUse,
     ContextMissing,
 )
+from openbook.indexstore.held import open_manifest, read_manifest, read_summary
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.manifest import (
     MANIFEST_NAME,
@@ -44,13 +45,7 @@ from openbook.indexstore.manifest import (
     StageSeconds,
     Summary,
 )
-from openbook.indexstore.stored import (
-    StoredContext,
-    open_context,
-    open_manifest,
-    read_manifest,
-    read_summary,
-)
+from openbook.indexstore.stored import StoredContext, open_context
 
 __all__ = [
     "Draft",
