@@ -7,7 +7,6 @@ its refusals one by one.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,81 +17,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from openbook.v1 import contexts_pb2 as pb
-from openbook.v1 import contexts_pb2_grpc as rpcs
 
-START_S = 120.0  # importing the model libraries on a busy machine
-DOCUMENT = " ".join(
-    f"On day {day} the keeper of the light counted {day * 7919 % 997} ships." for day in range(120)
-).encode()
-COMMAND = "import typer; from openbook.server.commands import serve; typer.run(serve)"
-
-
-class Served:
-    """One `openbook serve` process and a channel to it."""
-
-    def __init__(self, model: Path, data: Path, log: Path) -> None:
-        self.data = data
-        self.log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, "--listen", "127.0.0.1:0", "--data", str(data),
-                 "--model", str(model), "--threads", "1"],
-                stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        match = re.fullmatch(r"openbook ready on (\S+)\n", line)
-        assert match is not None, (line, log.read_text())
-        self.address = match[1]
-        self.channel = grpc.insecure_channel(self.address)
-        self.stub = rpcs.ContextServiceStub(self.channel)
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit code."""
-        self.channel.close()
-        self.process.send_signal(number)
-        code = self.process.wait(60)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-    def ingest(self, document: bytes = DOCUMENT) -> pb.Context:
-        """Ingest and wait for the end."""
-
-        def messages() -> Iterator[pb.IngestContextRequest]:
-            metadata = pb.IngestContextRequest.Metadata(
-                display_name="Light", prompt_layout=pb.PROMPT_LAYOUT_COMPLETION
-            )
-            yield pb.IngestContextRequest(metadata=metadata)
-            yield pb.IngestContextRequest(chunk=document)
-
-        name = self.stub.IngestContext(messages(), timeout=60).context.name
-        *_, last = self.stub.WatchContext(pb.WatchContextRequest(name=name), timeout=120)
-        return last.context
-
-    def ask(self, name: str, **fields: object) -> tuple[str, pb.AskFinal]:
-        """Ask and return the whole answer."""
-        fields = {"question": "How many ships?", "max_tokens": 12, **fields}
-        *deltas, last = self.stub.Ask(pb.AskRequest(context=name, **fields), timeout=120)
-        return "".join(delta.delta for delta in deltas), last.final
-
-    def tokens_forwarded(self) -> int:
-        """Return the model's own count."""
-        (model,) = self.stub.ListModels(pb.ListModelsRequest()).models
-        return model.tokens_forwarded
-
-    def refusal(self, name: str) -> tuple[grpc.StatusCode, str]:
-        """Return status and reason of an ask that must fail before its first token."""
-        with pytest.raises(grpc.RpcError) as raised:
-            self.ask(name)
-        status = rpc_status.from_call(raised.value)
-        info = error_details_pb2.ErrorInfo()
-        assert status is not None and status.details[0].Unpack(info)
-        return raised.value.code(), info.reason
+from .serving import COMMAND, DOCUMENT, START_S, Served
 
 
 @pytest.fixture
