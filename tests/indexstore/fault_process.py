@@ -1,10 +1,11 @@
 """A store on a file system that fails on purpose; runs with fault_shim.so in LD_PRELOAD.
 
-    fault_process.py trace ROOT TRACE DATA     publish once, noting every call
-    fault_process.py matrix ROOT KIND N,N,…    for each N: publish, a fault at call N, then check
+    fault_process.py trace ROOT VERB TRACE DATA     do VERB once, noting every call
+    fault_process.py matrix ROOT VERB KIND N,N,…    for each N: VERB, a fault at call N, then check
 
-Each line of `matrix` is N, what became of the writer and whether the context is there. It forks
-for each writer and each check, and opens nothing itself, so that it may.
+VERB is publish or replace. Each line of `matrix` is N, what became of the writer, which context is
+there (absent, old, new) and how the check ended. It forks for each, and opens nothing itself, so
+that it may.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from conftest import MODEL, Maker
 
 from openbook.indexstore.errors import IndexStoreError, StoreFull, StoreWriteFailed
 from openbook.indexstore.head import HeadPlan
-from openbook.indexstore.store import open_context, publish, sweep
+from openbook.indexstore.store import Draft, open_context, publish, replace, sweep
 
 TINY = {
     "query_heads": 1,
@@ -39,37 +41,59 @@ EXPECTED = {
 WHOLE, FAILED, SURPRISED = 0, 3, 1
 
 
-def write(root: Path) -> bool:
-    """Publish a context with one key in its middle."""
+def draft_of(maker: Maker, index: str) -> Draft:
+    """Seal a context with one key in its middle."""
+    return maker.draft(maker.fields(641, index_fingerprint=index, **TINY))
+
+
+def do(verb: str, root: Path) -> bool:
+    """Publish the context as "old", or replace it by "new"."""
     maker = Maker(root)
-    fields = maker.fields(641, **TINY)
-    with maker.draft(fields) as draft:
-        return publish(draft, maker.final())
+    if verb == "publish":
+        with draft_of(maker, "old") as draft:
+            return publish(draft, maker.final())
+    with draft_of(maker, "new") as draft:
+        replace(draft, maker.final())
+    return True
 
 
-def write_faulty(root: Path, kind: str, number: int) -> int:
+def prepare(verb: str, root: Path) -> int:
+    if verb == "replace":
+        do("publish", root)
+    return WHOLE
+
+
+def do_faulty(verb: str, root: Path, kind: str, number: int) -> int:
     os.environ.update(FAULT_KIND=kind, FAULT_AT=str(number))
     try:
-        write(root)
+        do(verb, root)
     except IndexStoreError as error:
         assert type(error) in EXPECTED[kind], repr(error)
-        assert not (root / ".tmp").exists() or not any((root / ".tmp").iterdir())
+        # A replaced context may wait for the sweep, where its removal was not reached.
+        assert verb == "replace" or is_clean(root)
         return FAILED
     return WHOLE
 
 
-def check(root: Path) -> int:
-    """Find no context or the whole one, sweep, try again, and find the whole one."""
+def is_clean(root: Path) -> bool:
+    return not (root / ".tmp").exists() or not any((root / ".tmp").iterdir())
+
+
+def check(verb: str, root: Path) -> int:
+    """Find no context or a whole one, sweep, try again, and find the whole one."""
     final = Maker(root).final()
-    was_there = final.exists()
-    if was_there:
-        open_context(final, model_fingerprint=MODEL).close()
+    found = "absent"
+    if final.exists():
+        with open_context(final, model_fingerprint=MODEL) as context:
+            found = context.manifest.index_fingerprint
+    print(found, end=" ", flush=True)
     sweep(root)
-    assert not (root / ".tmp").exists() or not any((root / ".tmp").iterdir())
-    assert write(root) is not was_there
-    open_context(final, model_fingerprint=MODEL).close()
-    assert not any((root / ".tmp").iterdir())
-    return FAILED if was_there else WHOLE
+    assert is_clean(root)
+    assert do(verb, root) is (verb == "replace" or found == "absent")
+    with open_context(final, model_fingerprint=MODEL) as context:
+        assert context.manifest.index_fingerprint == {"publish": "old", "replace": "new"}[verb]
+    assert is_clean(root)
+    return WHOLE
 
 
 def forked(work: Callable[[], int]) -> str:
@@ -88,34 +112,28 @@ def forked(work: Callable[[], int]) -> str:
     return {WHOLE: "whole", FAILED: "failed", SURPRISED: "surprised"}[os.WEXITSTATUS(status)]
 
 
-def matrix(root: Path, kind: str, numbers: list[int]) -> None:
+def matrix(root: Path, verb: str, kind: str, numbers: list[int]) -> None:
     for number in numbers:
         store = root / f"{kind}-{number}"
-
-        def faulty(store: Path = store, number: int = number) -> int:
-            return write_faulty(store, kind, number)
-
-        def checked(store: Path = store) -> int:
-            return check(store)
-
-        ending = forked(faulty)
-        there = {"whole": "absent", "failed": "present"}.get(found := forked(checked), found)
-        print(number, ending, there, flush=True)
+        assert forked(partial(prepare, verb, store)) == "whole"
+        print(number, forked(partial(do_faulty, verb, store, kind, number)), end=" ", flush=True)
+        print(forked(partial(check, verb, store)), flush=True)
         shutil.rmtree(store)
 
 
-def trace(root: Path, log: Path, data: Path) -> None:
+def trace(root: Path, verb: str, log: Path, data: Path) -> None:
+    assert forked(partial(prepare, verb, root)) == "whole"
     os.environ.update(FAULT_TRACE=str(log), FAULT_DATA=str(data))
-    assert write(root)
+    assert do(verb, root)
     with open(log, "a") as file:
         file.write("0\treturned\t\t\t-1\t0\t0\t0\n")
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["trace", root, log, data]:
-            trace(Path(root), Path(log), Path(data))
-        case ["matrix", root, kind, numbers]:
-            matrix(Path(root), kind, [int(number) for number in numbers.split(",")])
+        case ["trace", root, verb, log, data]:
+            trace(Path(root), verb, Path(log), Path(data))
+        case ["matrix", root, verb, kind, numbers]:
+            matrix(Path(root), verb, kind, [int(number) for number in numbers.split(",")])
         case _:
             sys.exit(__doc__)

@@ -48,10 +48,10 @@ class Shimmed:
         assert run.returncode == 0 and not run.stderr, run.stderr
         return run.stdout
 
-    def trace(self) -> list[Call]:
-        """Publish once and return every call, up to one named "returned"."""
+    def trace(self, verb: str = "publish") -> list[Call]:
+        """Do `verb` once and return every call, up to one named "returned"."""
         log = self.root.parent / "trace"
-        self.run("trace", self.root / "traced", log, self.data)
+        self.run("trace", self.root / "traced", verb, log, self.data)
         calls = []
         for line in log.read_text().splitlines():
             number, op, path, to, _, *sizes = line.split("\t")
@@ -63,8 +63,9 @@ class Shimmed:
         """Where `trace` left the bytes that were written."""
         return self.root.parent / "data"
 
-    def matrix(self, kind: str, numbers: list[int]) -> Counter[str]:
+    def matrix(self, kind: str, numbers: list[int], verb: str = "publish") -> Counter[str]:
         """Count the outcomes of a fault at each of these calls: the writer's end, what is there."""
-        lines = self.run("matrix", self.root, kind, ",".join(map(str, numbers))).splitlines()
+        listed = ",".join(map(str, numbers))
+        lines = self.run("matrix", self.root, verb, kind, listed).splitlines()
         assert [int(line.split()[0]) for line in lines] == numbers
         return Counter(line.partition(" ")[2] for line in lines)

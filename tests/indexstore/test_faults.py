@@ -16,10 +16,11 @@ def faultable(calls: list[Call], kind: str, step: int) -> list[int]:
 
 
 OUTCOMES = {
-    "kill": {"SIGKILL absent", "SIGKILL present"},
-    "eio": {"failed absent", "failed present"},
-    "enospc": {"failed absent", "failed present"},
-    "short": {"failed absent", "whole present"},  # Python finishes the manifest's short write
+    "kill": {"SIGKILL absent whole", "SIGKILL old whole"},
+    "eio": {"failed absent whole", "failed old whole"},
+    "enospc": {"failed absent whole", "failed old whole"},
+    # Python finishes the manifest's short write.
+    "short": {"failed absent whole", "whole old whole"},
 }
 
 
@@ -31,7 +32,7 @@ def check_matrix(shimmed: Shimmed, kind: str, step: int) -> None:
     assert outcomes.total() == len(numbers)
     if kind != "short":
         # The one call after the rename: the sync of the name, whose failure leaves it in place.
-        assert sum(n for end, n in outcomes.items() if end.endswith("present")) == 1
+        assert sum(n for end, n in outcomes.items() if end.endswith("old whole")) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@
     └── StoreWriteFailed       a write, fsync or rename failed
         └── StoreFull          no space left, or no quota left
 
+OperationCancelled is no failure and stands apart: the caller asked for it.
+
 Messages hold file names, sizes and ids, never anything a user wrote. A caller's own mistake (a
 wrong shape, a second seal) is a ValueError and not in this tree.
 """
@@ -122,3 +124,7 @@ class StoreWriteFailed(IndexStoreError):
 
 class StoreFull(StoreWriteFailed):
     """Writing `file` failed because the disk or the quota is full."""
+
+
+class OperationCancelled(Exception):
+    """The caller's `is_cancelled` said so; nothing has changed on disk."""

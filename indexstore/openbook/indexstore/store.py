@@ -1,14 +1,15 @@
 """The contexts of a directory: published whole, listed, deleted, swept.
 
-Owns the names in a store's directory and is the face of the store: begin, publish, open_context.
-It knows nothing of the files' contents (draft.py writes them, stored.py reads them).
+Owns the names in a store's directory and is the face of the store: begin, publish, replace,
+open_context. It knows nothing of the files' contents (draft.py writes them, stored.py reads them).
 
     <root>/<…>/<context id>/       a published context, mode 0700, its files 0444
         manifest.json · tokens.mdb · layer-000.mdb …
-    <root>/.tmp/<uuid>/            a draft, locked by its writer
+    <root>/.tmp/<uuid>/            a draft, locked by its writer, or what a new one has replaced
     <root>/.trash/<uuid>/          a deleted context on its way out
 
-A rename publishes and a rename deletes, so a context is there whole or not at all.
+A rename publishes, a rename replaces and a rename deletes, so a context is there whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from openbook.indexstore.errors import (
     ContextIncomplete,
     ContextInUse,
     ContextMissing,
+    FingerprintMismatch,
+    IndexStoreError,
 )
+from openbook.indexstore.exchange import exchange
 from openbook.indexstore.held import open_manifest, read_manifest, read_summary
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.manifest import (
@@ -62,6 +66,7 @@ __all__ = [
     "publish",
     "read_manifest",
     "read_summary",
+    "replace",
     "sweep",
 ]
 
@@ -99,6 +104,66 @@ def publish(draft: Draft, final: Path) -> bool:
         return True
     _adopt(draft.manifest, final)
     draft.discard()
+    return False
+
+
+def replace(draft: Draft, final: Path) -> None:
+    """Put a sealed draft in the place of the context at `final`, which it describes anew.
+
+    One step swaps the two, durably: a crash leaves the old one or the new one, whole. Whoever has
+    the old one open keeps it; its files go when nobody has, here or by a later sweep.
+
+    Where the file system cannot swap names, the old one is deleted first, unless it is in use, and
+    a crash before the new one is there loses both. When this raises StoreWriteFailed after the
+    swap, it may be called again.
+
+    Raises ValueError for a draft that is not sealed, AlreadyPublished when another context is
+    there, FingerprintMismatch when it is another model's, ContextInUse (see above), what
+    read_manifest raises of the old one, StoreFull or StoreWriteFailed.
+    """
+    if draft.manifest is None:
+        raise ValueError("the draft is not sealed")
+    if not draft.is_moved:
+        _check_replaceable(draft.manifest, read_summary(final), final)
+    old = draft.path
+    try:
+        if not draft.is_moved:
+            if not exchange(draft.path, final):
+                delete(final, draft.path.parent.parent / TRASH_NAME)
+                publish(draft, final)
+                return
+            draft.path, draft.is_moved = final, True
+        sync_directory(final.parent)
+        sync_directory(old.parent)
+    except OSError as error:
+        raise write_error(error, final.name, final.parent) from error
+    draft.release()
+    if old != final and not _is_read(old):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_replaceable(manifest: Manifest, found: Summary, final: Path) -> None:
+    """Check that a draft describes the context that it is to replace."""
+    if found.context_id != manifest.context_id:
+        raise AlreadyPublished(str(final), manifest.context_id, found.context_id)
+    if found.model_fingerprint != manifest.model_fingerprint:
+        raise FingerprintMismatch(
+            "model_fingerprint", manifest.model_fingerprint, found.model_fingerprint
+        )
+
+
+def _is_read(path: Path) -> bool:
+    """Say whether anyone has the context at `path`, out of the readers' sight, still open."""
+    try:
+        fd = open_manifest(path)
+    except IndexStoreError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
     return False
 
 
@@ -144,7 +209,7 @@ def delete(path: Path, trash: Path) -> None:
 def sweep(root: Path) -> list[Path]:
     """Remove the drafts of dead writers and what deletions left; return their former paths.
 
-    A draft whose writer lives is locked, and stays.
+    A draft whose writer lives is locked, and stays; so does a replaced context that is still open.
     """
     removed = []
     for folder in (root / TMP_NAME, root / TRASH_NAME):
@@ -156,9 +221,10 @@ def sweep(root: Path) -> list[Path]:
                 continue
             fd = lock_directory(path)
             if fd is not None:
-                shutil.rmtree(path, ignore_errors=True)
+                if not _is_read(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path)
                 os.close(fd)
-                removed.append(path)
     return removed
 
 

@@ -1,0 +1,115 @@
+"""A new index over an old context, from what is stored: no model is run.
+
+Owns the copy of a context into a draft with rebuilt heads. It knows nothing of how the draft
+takes the old one's place (store.replace).
+
+Keys, values, window, tokens and probes stay bit for bit, so answers that read every key stay the
+same. The graph learns from the stored training queries: a sample of those of the ingest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.draft import Draft
+from openbook.indexstore.dtypes import to_float32
+from openbook.indexstore.errors import OperationCancelled
+from openbook.indexstore.head import DEFAULT_KEYS, HeadIndex
+from openbook.indexstore.held import hold
+from openbook.indexstore.layer import LayerRecords
+from openbook.indexstore.layout import Kind
+from openbook.indexstore.manifest import Manifest, ManifestFields
+
+TILE_BYTES_MAX = 4 << 20  # of scores at once, per thread; sorting them takes three times as much
+
+# (keys (m, d), queries (s, d), k) to ids (s, k), best first.
+Neighbours = Callable[[NDArray[np.float32], NDArray[np.float32], int], NDArray[np.int32]]
+
+
+def reindex(
+    path: Path,
+    draft: Draft,
+    params: IndexParams,
+    *,
+    neighbours: Neighbours | None = None,
+    threads: int = 1,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Manifest:
+    """Write the context at `path` into an empty draft, its heads indexed anew, and seal it.
+
+    The id, the time of its making and the plan of each head are kept; the index fingerprint and
+    the seconds of the build are new. `neighbours` finds each training query's best keys by inner
+    product (default: exact_neighbours). `is_cancelled` is asked before each head. One layer is in
+    memory at a time.
+
+    Raises OperationCancelled (the draft is then the caller's to discard), what open_context raises
+    about the old context, and what Draft.write_layer and seal raise about the new one.
+    """
+    find = exact_neighbours if neighbours is None else neighbours
+
+    def rebuilt(records: LayerRecords, head: int) -> HeadIndex:
+        if is_cancelled():
+            raise OperationCancelled
+        old = records.heads[head]
+        queries = np.ascontiguousarray(records.train_queries[head], np.float32)  # (s, d)
+        count = min(DEFAULT_KEYS, old.middle_tokens)
+        ids = find(to_float32(old.keys), queries, count)
+        return build_head(old.keys, old.values, queries, ids, params=params)
+
+    held = hold(path)
+    try:
+        held.check_sizes()
+        tokens, *layers = held.manifest.files
+        shard = held.shard(tokens, "full")
+        ids = shard.read(Kind.TOKENS, None, check_digest=True)
+        draft.write_tokens(ids, shard.read(Kind.OFFSETS, None, check_digest=True))
+        build_s = 0.0
+        with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
+            for layer, file in enumerate(layers):
+                shard = held.shard(file, "full")
+                records = held.records(shard, "full")
+                started = clock()
+                count = len(records.heads)
+                heads = tuple(pool.map(rebuilt, [records] * count, range(count)))
+                build_s += clock() - started
+                draft.write_layer(layer, replace(records, heads=heads))
+                shard.check()
+                del shard, records, heads  # unmapped before the next one is read
+        return draft.seal(_fields(held.manifest, params, build_s))
+    finally:
+        held.close()
+
+
+def exact_neighbours(
+    keys: NDArray[np.float32], queries: NDArray[np.float32], k: int
+) -> NDArray[np.int32]:
+    """Return the ids (s, k) of each query's k best keys by inner product, best first.
+
+    keys (m, d), queries (s, d), k ≤ m. Among equal scores the lower id comes first. At most
+    TILE_BYTES_MAX of scores exist at once (one query's row at least).
+    """
+    ids = np.empty((len(queries), k), np.int32)
+    rows = max(1, TILE_BYTES_MAX // (4 * len(keys)))
+    for start in range(0, len(queries), rows):
+        scores = queries[start : start + rows] @ keys.T  # (rows, m)
+        best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+        order = np.lexsort((best, -np.take_along_axis(scores, best, axis=1)), axis=1)
+        ids[start : start + rows] = np.take_along_axis(best, order, axis=1)
+    return ids
+
+
+def _fields(manifest: Manifest, params: IndexParams, build_s: float) -> ManifestFields:
+    """Describe the same context with another index."""
+    kept = {field.name: getattr(manifest, field.name) for field in fields(ManifestFields)}
+    kept["index_fingerprint"] = params.fingerprint()
+    kept["stages_s"] = replace(manifest.stages_s, build=build_s)
+    return ManifestFields(**kept)
