@@ -251,6 +251,7 @@ def test_interrupted_ingest_says_what_goes_on_and_what_stops_it(
         assert process.stderr is not None and process.stdout is not None
         said = process.stderr.readline()
         assert re.fullmatch(r"being read as [0-9a-f]{32}\n", said)
+        assert process.stderr.readline() == "queued 0/3 layers\n"  # it is watching
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
         context_id = said.split()[-1]
