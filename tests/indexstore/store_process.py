@@ -33,7 +33,7 @@ def killed(root: Path, rounds: int) -> None:
         pid = os.fork()
         if pid == 0:
             print("child", os.getpid(), flush=True)
-            write(root, f"context-{round_}", 100, 700)
+            write(root, f"context-{round_}", sys.maxsize, 700)  # until it is killed
         os.waitpid(pid, 0)
         print("dead", flush=True)
 
