@@ -44,6 +44,19 @@ def test_files_are_private_while_they_are_written(maker: Any) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+def test_existing_directory_is_synced_by_the_next_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who made it may have died before its name was durable."""
+    synced: list[Path] = []
+    monkeypatch.setattr(draft_module, "sync_directory", synced.append)
+    (tmp_path / "a").mkdir()
+    draft_module.make_directories(tmp_path / "a")
+    assert synced == [tmp_path]
+    draft_module.make_directories(tmp_path / "a" / "b" / "c")
+    assert synced[1:] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+
+
 def test_discarded_draft_leaves_nothing(maker: Any) -> None:
     with begin(maker.root) as draft:
         draft.write_layer(0, maker.layer(0, maker.fields()))
