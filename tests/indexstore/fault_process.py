@@ -122,11 +122,16 @@ def matrix(root: Path, verb: str, kind: str, numbers: list[int]) -> None:
 
 
 def trace(root: Path, verb: str, log: Path, data: Path) -> None:
-    assert forked(partial(prepare, verb, root)) == "whole"
     os.environ.update(FAULT_TRACE=str(log), FAULT_DATA=str(data))
+    assert forked(partial(prepare, verb, root)) == "whole"
+    mark(log, "prepared")
     assert do(verb, root)
+    mark(log, "returned")
+
+
+def mark(log: Path, name: str) -> None:
     with open(log, "a") as file:
-        file.write("0\treturned\t\t\t-1\t0\t0\t0\n")
+        file.write(f"0\t{name}\t\t\t-1\t0\t0\t0\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from shimmed import Call
 
+MARKS = ("prepared", "returned")  # not calls: where in the trace the writer was
+
 
 @dataclass(eq=False)
 class Node:
@@ -29,6 +31,7 @@ class Change:
 
     call: Call
     node: Node
+    name: str = ""  # in the directory `node`, of what is made, moved or exchanged
     child: Node | None = None
     source: Node | None = None  # of a rename, the directory it moves from
 
@@ -49,9 +52,13 @@ class Disk:
         for at, change in enumerate(self.changes[:until]):
             if change.call.op == "fsync":
                 pending = [i for i in pending if self.changes[i].node is not change.node]
-            elif change.call.op != "returned":
+            elif change.call.op not in MARKS:
                 pending.append(at)
         return pending
+
+    def index(self, mark: str) -> int:
+        """Return where a mark stands among the changes."""
+        return next(at for at, change in enumerate(self.changes) if change.call.op == mark)
 
     def tree(self, until: int, lost: Collection[int]) -> dict[str, bytes]:
         """Return the files, by path from the root, after the changes before `until` less some."""
@@ -65,15 +72,24 @@ class Disk:
         return dict(_files(self._top, ""))
 
     def _note(self, call: Call) -> None:
-        if call.op == "rename":
+        if call.op in ("rename", "exchange"):
             source, target = self._find(call.path.parent), self._find(call.to.parent)
-            change = Change(call, target, source.names[call.path.name], source)
+            child = source.names[call.path.name]
+            if call.op == "rename":
+                self._add(Change(call, target, call.to.name, child, source))
+            else:
+                # Two names in two directories, and a hostile disk may keep either change alone.
+                other = target.names[call.to.name]
+                self._add(Change(call, target, call.to.name, child))
+                self._add(Change(call, source, call.path.name, other))
         elif call.op in ("mkdir", "create"):
-            change = Change(call, self._find(call.path.parent), Node())
-        elif call.op == "returned":
-            change = Change(call, self._top)
+            self._add(Change(call, self._find(call.path.parent), call.path.name, Node()))
+        elif call.op in MARKS:
+            self._add(Change(call, self._top))
         else:
-            change = Change(call, self._find(call.path))
+            self._add(Change(call, self._find(call.path)))
+
+    def _add(self, change: Change) -> None:
         self.changes.append(change)
         self._apply(change)
 
@@ -83,11 +99,10 @@ class Disk:
             end = call.offset + call.bytes
             node.content.extend(bytes(max(0, end - len(node.content))))
             node.content[call.offset : end] = self._data[call.data_at :][: call.bytes]
-        elif change.source is not None and change.child is not None:
-            change.source.names.pop(call.path.name, None)
-            node.names[call.to.name] = change.child
         elif change.child is not None:
-            node.names[call.path.name] = change.child
+            if change.source is not None:
+                change.source.names.pop(call.path.name, None)
+            node.names[change.name] = change.child
 
     def _find(self, path: Path) -> Node:
         node = self._top

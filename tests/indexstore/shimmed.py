@@ -49,7 +49,7 @@ class Shimmed:
         return run.stdout
 
     def trace(self, verb: str = "publish") -> list[Call]:
-        """Do `verb` once and return every call, up to one named "returned"."""
+        """Do `verb` once and return every call, with marks "prepared" and "returned"."""
         log = self.root.parent / "trace"
         self.run("trace", self.root / "traced", verb, log, self.data)
         calls = []
