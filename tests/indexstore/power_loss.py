@@ -98,7 +98,7 @@ class Disk:
         if call.op == "write":
             end = call.offset + call.bytes
             node.content.extend(bytes(max(0, end - len(node.content))))
-            node.content[call.offset : end] = self._data[call.data_at :][: call.bytes]
+            node.content[call.offset : end] = self._data[call.data_at : call.data_at + call.bytes]
         elif change.child is not None:
             if change.source is not None:
                 change.source.names.pop(call.path.name, None)
