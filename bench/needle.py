@@ -8,8 +8,8 @@ after the first are decoded under the budget. Counted is a needle whose seven di
 model's greedy choice. Beside it: full attention over the same tokens, the gap between both
 log-likelihoods of the answer, and a negative control that reads the window alone.
 
-Depths say where in the n tokens it stands. With --borders also needles whose last digit is at
-position 127, 128, n - 513 and n - 512. The last line is one JSON object.
+Depths say where in the n tokens it stands, between two sentences. With --borders also needles whose
+last digit is at position 127, 128, n - 513 and n - 512. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -62,28 +62,53 @@ class Needle:
         return self.last - len(self.code) + 1 in middle and self.last in middle
 
 
-def plant(model: Model, text: str, tokens: int, *, code: str, label: str, at: int) -> Needle:
+def plant_at(model: Model, text: str, tokens: int, *, code: str, label: str, at: int) -> Needle:
     """Plant a needle whose last digit is at position `at` in a document of `tokens` tokens.
 
-    The text is cut at token borders; where the seams tokenise otherwise, both cuts move a little.
+    It may stand in the middle of a sentence. Where the seams tokenise otherwise, both cuts move a
+    little.
     """
-    sentence = f" {QUESTION} {code}"
     filler = model.vocabulary.plain.encode(text, add_special_tokens=False).offsets
-    for before in range(at - 24, at):
-        if before < 0:
-            continue
-        start = text[: filler[before][0]] + sentence
-        last = len(document_tokens(model, start.encode(), LAYOUT).ids) - 1
-        if last != at:
-            continue
-        for after in range(before + tokens - at - 12, before + tokens - at + 4):
-            end = ".\n" + text[filler[before][0] : filler[max(before, after)][0]]
-            found = document_tokens(model, (start + end).encode(), LAYOUT)
-            shown = [i for i, (a, b) in enumerate(found.offsets) if b > len(start) - len(sentence)]
-            inside = [i for i in shown if found.offsets[i][0] < len(start)]
-            if len(found.ids) == tokens and inside and inside[-1] == at:
-                return Needle(label, (start + end).encode(), tokens, inside[0], at, code)
+    for before in range(max(0, at - 24), at):
+        needle = plant(model, text, filler, tokens, code=code, label=label, before=before)
+        if needle is not None and needle.last == at:
+            return needle
     raise SystemExit(f"no place for a needle that ends at {at} of {tokens} tokens")
+
+
+def plant_near(model: Model, text: str, tokens: int, *, code: str, label: str, at: int) -> Needle:
+    """Plant a needle between two sentences of the text, as near to token `at` as there is one."""
+    filler = model.vocabulary.plain.encode(text, add_special_tokens=False).offsets
+    ends = [i for i, (start, _) in enumerate(filler) if text[:start].rstrip()[-1:] in (".", "?")]
+    for before in sorted(ends, key=lambda i: abs(i - at)):
+        needle = plant(model, text, filler, tokens, code=code, label=label, before=before)
+        if needle is not None:
+            return needle
+    raise SystemExit(f"no place between two sentences for a needle in {tokens} tokens")
+
+
+def plant(
+    model: Model,
+    text: str,
+    filler: list[tuple[int, int]],
+    tokens: int,
+    *,
+    code: str,
+    label: str,
+    before: int,
+) -> Needle | None:
+    """Plant a needle before token `before` of the text; None where the seams do not fit."""
+    sentence = f" {QUESTION} {code}"
+    start = text[: filler[before][0]] + sentence
+    last = len(document_tokens(model, start.encode(), LAYOUT).ids) - 1
+    for after in range(before + tokens - last - 12, before + tokens - last + 4):
+        end = ".\n" + text[filler[before][0] : filler[max(before, after)][0]]
+        found = document_tokens(model, (start + end).encode(), LAYOUT)
+        shown = [i for i, (_, b) in enumerate(found.offsets) if b > len(start) - len(sentence)]
+        inside = [i for i in shown if found.offsets[i][0] < len(start)]
+        if len(found.ids) == tokens and inside and inside[-1] == last:
+            return Needle(label, (start + end).encode(), tokens, inside[0], last, code)
+    return None
 
 
 def answer_ids(model: Model, code: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -186,7 +211,8 @@ def needles(model: Model, text: str, arguments: argparse.Namespace) -> list[Need
         for seed in range(arguments.seeds):
             for label, at in places.items():
                 code = "".join(random.Random(f"{seed} {tokens} {label}").choices("0123456789", k=7))
-                planted.append(plant(model, text, tokens, code=code, label=label, at=at))
+                place = plant_at if label.startswith("ends") else plant_near
+                planted.append(place(model, text, tokens, code=code, label=label, at=at))
     return planted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -162,10 +163,11 @@ class RunningServer:
         self._loop.call_soon_threadsafe(self._told.set)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the server's loop and return its result."""
+        """Run a function on the server's loop, or await it there, and return its result."""
 
         async def run() -> Any:
-            return function()
+            result = function()
+            return await result if inspect.isawaitable(result) else result
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 

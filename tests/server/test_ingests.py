@@ -162,7 +162,9 @@ def test_an_upload_over_the_limit_is_refused_while_it_arrives(make_server):
         ([*upload(b"", display_name="a\x1b[31m")], "ARGUMENT_INVALID"),
         ([*upload(b"", prompt_layout=7)], "ARGUMENT_INVALID"),
         ([*upload(b"", model="other/model")], "MODEL_UNKNOWN"),
-        ([*upload(b"", ttl={"seconds": 60})], "NOT_SUPPORTED_YET"),
+        ([*upload(b"", ttl={"seconds": 0})], "ARGUMENT_INVALID"),
+        ([*upload(b"", ttl={"seconds": -60})], "ARGUMENT_INVALID"),
+        ([*upload(b"", ttl={"seconds": 1 << 40})], "ARGUMENT_INVALID"),
     ],
 )
 def test_a_wrong_upload_is_refused(server, messages, reason):

@@ -16,7 +16,7 @@ from .fakes import FakeModel
 )
 def test_a_time_that_no_message_can_hold_is_shown_as_the_nearest(created_unix_s, shown_s):
     entry = Entry("a" * 32, "m", "chat", State.ACTIVE, created_unix_s)
-    assert context_message(entry).create_time.seconds == shown_s
+    assert context_message(entry, None).create_time.seconds == shown_s
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,6 @@ def test_a_field_of_a_newer_client_is_refused_not_ignored(server):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["UpdateContext", "VerifyContext", "CountTokens"])
-def test_a_method_not_served_is_refused_by_name(server, method):
-    request = getattr(pb, f"{method}Request")()
-    assert refusal(lambda: getattr(server.stub, method)(request)) == (
-        grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED_YET", {"method": method},
-    )  # fmt: skip
-
-
 def test_the_model_is_listed_with_its_shape_and_layouts(server):
     (model,) = server.stub.ListModels(pb.ListModelsRequest()).models
     assert model.name == "fake/model" and model.layers == 2 and model.positions_max == 4096

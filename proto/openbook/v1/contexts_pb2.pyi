@@ -222,12 +222,16 @@ class VerifyContextRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class VerifyContextResponse(_message.Message):
-    __slots__ = ("records_checked", "bytes_checked")
+    __slots__ = ("records_checked", "bytes_checked", "probes_checked", "largest_error")
     RECORDS_CHECKED_FIELD_NUMBER: _ClassVar[int]
     BYTES_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERROR_FIELD_NUMBER: _ClassVar[int]
     records_checked: int
     bytes_checked: int
-    def __init__(self, records_checked: _Optional[int] = ..., bytes_checked: _Optional[int] = ...) -> None: ...
+    probes_checked: int
+    largest_error: float
+    def __init__(self, records_checked: _Optional[int] = ..., bytes_checked: _Optional[int] = ..., probes_checked: _Optional[int] = ..., largest_error: _Optional[float] = ...) -> None: ...
 
 class Budget(_message.Message):
     __slots__ = ("exact", "keys", "mass")

@@ -119,7 +119,7 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateContext(self, request, context):
-        """Changes the time to live.
+        """Changes the time to live, which counts from now and from every later use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

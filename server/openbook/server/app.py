@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ import grpc
 from openbook import worker
 from openbook.server.broker import Broker
 from openbook.server.catalog import Catalog
+from openbook.server.collector import Collector
 from openbook.server.decode_worker import DecodeWorker
 from openbook.server.directory import TENANT_ROOT
 from openbook.server.documents import Documents
@@ -36,6 +38,7 @@ from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker, ReadDocument
 from openbook.server.ingests import Ingests
 from openbook.server.leases import LeaseKeeper, Leases
+from openbook.server.lives import Lives
 from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
 from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
@@ -132,7 +135,7 @@ class App:
         self._settings = settings
         self._log = log
         tenant_root = settings.data / TENANT_ROOT
-        worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        worker_id = _new_worker_id()
         self.broker = Broker(_redis_url(settings, valkey), log=log, embedded=valkey)
         leases = Leases(self.broker, worker_id=worker_id, ttl_s=settings.lease_ttl_s)
         self.keeper = LeaseKeeper(leases, renew_every_s=settings.lease_ttl_s / 3)
@@ -140,13 +143,10 @@ class App:
         queue = IngestQueue(self.broker, store=store, worker_id=worker_id)
         documents = Documents(settings.data, bytes_max=settings.document_bytes_max)
         self.catalog = Catalog()
+        lives = _lives(settings)
         self.opened = OpenedContexts(engine, self.keeper, bytes_max=settings.opened_bytes_max)
-        self.decode = DecodeWorker(
-            engine,
-            self.opened,
-            asks_max=settings.sequences_max + settings.asks_waiting_max,
-            log=log,
-        )
+        asks_max = settings.sequences_max + settings.asks_waiting_max
+        self.decode = DecodeWorker(engine, self.opened, asks_max=asks_max, log=log)
         self.ingest_worker = IngestWorker(
             model,
             self.catalog,
@@ -164,18 +164,23 @@ class App:
             queue,
             self.ingest_worker,
             opened=self.opened,
+            lives=lives,
             tenant_root=tenant_root,
             model_name=model.name,
             waiting_max=settings.ingests_waiting_max,
             uploads_max=settings.uploads_max,
+            store_bytes_max=settings.store_bytes_max,
             log=log,
         )
+        bytes_max, delete = settings.store_bytes_max, self.ingests.delete
+        self.collector = Collector(self.catalog, lives, delete=delete, bytes_max=bytes_max, log=log)
         self.service = ContextService(
             model,
             self.catalog,
             documents,
             self.ingests,
             self.decode,
+            lives=lives,
             tenant_root=tenant_root,
             limits=_limits(settings),
             log=log,
@@ -187,7 +192,13 @@ class App:
         """Read the disk, start the threads and serve."""
         self.decode.start()
         await self.ingests.recover()
-        for keep in (self.keeper.keep, self.broker.keep, self.ingest_worker.run, self.health.keep):
+        for keep in (
+            self.keeper.keep,
+            self.broker.keep,
+            self.ingest_worker.run,
+            self.collector.keep,
+            self.health.keep,
+        ):
             self._tasks.append(asyncio.create_task(self._kept(keep)))
         self._tasks.append(asyncio.create_task(self.broker.warn_about_eviction()))
         rpcs.add_ContextServiceServicer_to_server(  # type: ignore[no-untyped-call]
@@ -346,6 +357,15 @@ def _redis_url(settings: Settings, valkey: EmbeddedValkey | None) -> str:
     if settings.redis_url is None:
         raise ValueError("without an embedded Valkey a Redis URL is needed")
     return settings.redis_url.get_secret_value()
+
+
+def _new_worker_id() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _lives(settings: Settings) -> Lives:
+    ttl_s = settings.context_ttl_s
+    return Lives(settings.data, ttl_s=ttl_s, calendar=time.time, steady=time.monotonic)
 
 
 def _limits(settings: Settings) -> Limits:

@@ -126,6 +126,10 @@ class Catalog:
             raise ContextUnknown()
         return entry
 
+    def entries(self) -> list[Entry]:
+        """Return every entry, in no order."""
+        return list(self._entries.values())
+
     def put(self, entry: Entry) -> None:
         """Set an entry and wake whoever watches it."""
         self._entries[entry.context_id] = entry

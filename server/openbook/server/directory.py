@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import uuid
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,15 @@ TENANT = "local"  # a loopback server has one tenant
 SECRET_NAME = "secret"
 TENANT_ROOT = f"contexts/{TENANT}"
 # The store's own folders are among them; it is not imported for two names, for it takes long.
-FOLDERS = ("contexts", TENANT_ROOT, "contexts/.tmp", "contexts/.trash", "uploads", "labels")
+FOLDERS = (
+    "contexts",
+    TENANT_ROOT,
+    "contexts/.tmp",
+    "contexts/.trash",
+    "uploads",
+    "labels",
+    "lives",
+)
 FILES = ("lock", SECRET_NAME, "secret.new", "valkey.log")
 SOCKET_NAME = "valkey.sock"
 LOST_AND_FOUND = "lost+found"  # in the top of every ext4 file system
@@ -118,6 +127,20 @@ def read_regular(path: Path, *, bytes_max: int) -> bytes | None:
             return None
         content = file.read(bytes_max + 1)
     return content if len(content) <= bytes_max else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a small file, so that a reader finds the old or the new one whole."""
+    draft = path.with_name(f"{uuid.uuid4().hex}.part")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

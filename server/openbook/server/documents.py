@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openbook.server.directory import read_regular, sync_directory
+from openbook.server.directory import read_regular, sync_directory, write_whole
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
 from openbook.server.identity import is_context_id
 
@@ -161,7 +161,7 @@ class Documents:
         """Set the display name of a context; an empty one removes it."""
         path = self._labels / context_id
         if display_name:
-            _write_whole(path, display_name.encode())
+            write_whole(path, display_name.encode())
         else:
             path.unlink(missing_ok=True)
 
@@ -210,7 +210,7 @@ class Documents:
         return upload if upload.context_id == path.stem else None
 
     def _write_record(self, upload: Upload) -> None:
-        _write_whole(self._record(upload.context_id), upload.model_dump_json().encode())
+        write_whole(self._record(upload.context_id), upload.model_dump_json().encode())
 
 
 def _remove(path: Path) -> None:
@@ -219,20 +219,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Replace a small file, so that a reader finds the old or the new one whole."""
-    draft = path.with_name(f"{uuid.uuid4().hex}.part")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -4,13 +4,14 @@
     ├── RequestRefused                the caller's message is wrong
     │   ├── NameInvalid
     │   ├── ArgumentInvalid           names the field, never its value
-    │   ├── FieldNotSupported, MethodNotSupported
+    │   ├── FieldNotSupported
     │   ├── PageTokenInvalid
     │   ├── DocumentOversized, ChunkOversized
     │   └── DigestMismatch
     ├── ModelUnknown, ContextUnknown
     ├── ContextNotReady, ContextFailed, ContextInUse
-    ├── IngestQueueFull, AsksFull, OpenedFull, StorageFull, ReaderStalled
+    ├── IngestQueueFull, AsksFull, OpenedFull, ReaderStalled
+    ├── StoreQuotaReached, StorageFull
     ├── UploadCorrupt                 a stored document is not what was uploaded
     ├── IngestCancelled, IngestCrashed
     ├── EngineStopped, Draining, DeadlinePassed
@@ -68,14 +69,6 @@ class FieldNotSupported(RequestRefused):
     def __init__(self, field: str) -> None:
         super().__init__(f"{field} is not supported yet")
         self.field = field
-
-
-class MethodNotSupported(RequestRefused):
-    """A method of the interface that this server does not serve yet."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__(f"{method} is not supported yet")
-        self.method = method
 
 
 class PageTokenInvalid(RequestRefused):
@@ -169,6 +162,14 @@ class OpenedFull(ServerError):
         self.limit = limit
 
 
+class StoreQuotaReached(ServerError):
+    """The contexts fill the bytes set aside for them, and none of them may go."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the stored contexts fill the {limit} bytes set aside for them")
+        self.limit = limit
+
+
 class StorageFull(ServerError):
     """The disk has no room for an upload."""
 
@@ -256,7 +257,6 @@ TABLE: Mapping[type[Exception], Row] = {
     NameInvalid: Row(Code.INVALID_ARGUMENT, "NAME_INVALID"),
     ArgumentInvalid: Row(Code.INVALID_ARGUMENT, "ARGUMENT_INVALID", ("field",)),
     FieldNotSupported: Row(Code.INVALID_ARGUMENT, "NOT_SUPPORTED_YET", ("field",)),
-    MethodNotSupported: Row(Code.UNIMPLEMENTED, "NOT_SUPPORTED_YET", ("method",)),
     PageTokenInvalid: Row(Code.INVALID_ARGUMENT, "PAGE_TOKEN_INVALID"),
     DocumentOversized: Row(Code.INVALID_ARGUMENT, "DOCUMENT_OVERSIZED", ("limit",)),
     ChunkOversized: Row(Code.INVALID_ARGUMENT, "CHUNK_OVERSIZED", ("bytes", "limit")),
@@ -269,6 +269,7 @@ TABLE: Mapping[type[Exception], Row] = {
     IngestQueueFull: Row(Code.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL", ("limit",)),
     AsksFull: Row(Code.RESOURCE_EXHAUSTED, "ASKS_FULL", ("limit",)),
     OpenedFull: Row(Code.RESOURCE_EXHAUSTED, "OPENED_FULL", ("limit",)),
+    StoreQuotaReached: Row(Code.RESOURCE_EXHAUSTED, "STORE_QUOTA_REACHED", ("limit",)),
     StorageFull: Row(Code.RESOURCE_EXHAUSTED, "STORE_FULL"),
     ReaderStalled: Row(Code.RESOURCE_EXHAUSTED, "READER_STALLED"),
     UploadCorrupt: Row(Code.DATA_LOSS, "UPLOAD_CORRUPT"),

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from openbook.indexstore.errors import ContextMissing, ShardCorrupt
 from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
-from openbook.server.errors import IngestQueueFull
+from openbook.server.errors import IngestQueueFull, StoreQuotaReached
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker
+from openbook.server.lives import Lives
 from openbook.server.logs import Log
 from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
@@ -50,10 +51,12 @@ class Ingests:
         worker: IngestWorker,
         *,
         opened: OpenedContexts,
+        lives: Lives,
         tenant_root: Path,
         model_name: str,
         waiting_max: int,
         uploads_max: int,
+        store_bytes_max: int | None,
         log: Log,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -63,11 +66,13 @@ class Ingests:
         self._queue = queue
         self._worker = worker
         self._opened = opened
+        self._lives = lives
         self._tenant_root = tenant_root
         self._trash = tenant_root.parent / TRASH_NAME
         self._model_name = model_name
         self._waiting_max = waiting_max
         self._uploads_max = uploads_max
+        self._store_bytes_max = store_bytes_max
         self._uploads = 0  # under way
         self._storing = 0  # accepted, not in line yet
         self._log = log
@@ -76,7 +81,7 @@ class Ingests:
     async def find(self, layout: str, document_sha256: bytes) -> Entry | None:
         """Return the context of a document that need not be sent: ACTIVE, or being read.
 
-        Raises IngestQueueFull for any other document when no more may wait.
+        Raises IngestQueueFull or StoreQuotaReached for any other document when there is no room.
         """
         entry = await self._stored(self._naming.id_of(layout, document_sha256))
         if entry is None:
@@ -187,6 +192,9 @@ class Ingests:
     def _check_room(self) -> None:
         if self._queue.waiting_count + self._storing >= self._waiting_max:
             raise IngestQueueFull(self._waiting_max)
+        limit = self._store_bytes_max
+        if limit is not None and stored_bytes(self._catalog) >= limit:
+            raise StoreQuotaReached(limit)
 
     async def delete(self, context_id: str) -> None:
         """Remove a context, its upload and its name. Raises ContextUnknown or ContextInUse."""
@@ -205,6 +213,23 @@ class Ingests:
                 self._catalog.put(entry.failed(error) if is_unread else entry)
             raise
         self._log.info("context_deleted", context=context_id)
+
+    async def set_ttl(self, context_id: str, ttl_s: float | None) -> Entry:
+        """Set the time to live of a context, durably; None: for ever. Raises ContextUnknown."""
+        async with self._catalog.changing(context_id):
+            entry = self._catalog.get(context_id)
+            self._lives.set_ttl(context_id, ttl_s)
+            await asyncio.to_thread(self._lives.save, context_id)
+        return entry
+
+    async def use(self, context_id: str) -> None:
+        """Note that a context is used now, so that it lives on."""
+        if not self._lives.use(context_id):
+            return
+        async with self._catalog.changing(context_id):
+            if self._catalog.find(context_id) is not None:
+                with suppress(OSError):  # a full disk must not fail an ask
+                    await asyncio.to_thread(self._lives.save, context_id)
 
     def mark_damaged(self, context_id: str, error: Exception) -> None:
         """Note that an ACTIVE context cannot be read any more, so that it may be read anew."""
@@ -236,7 +261,7 @@ class Ingests:
         entries = {entry.context_id: entry for entry in read_entries(self._tenant_root)}
         uploads = self._documents.pending() + self._documents.failed()
         known = entries.keys() | {upload.context_id for upload in uploads}
-        swept += self._documents.sweep_names(known)
+        swept += self._documents.sweep_names(known) + self._lives.load(known)
         waiting = []
         foreign = 0
         for upload in uploads:
@@ -271,6 +296,7 @@ class Ingests:
         self._bury(context_id)
         self._documents.remove(context_id)
         self._documents.name(context_id, "")
+        self._lives.remove(context_id)
 
     def _bury(self, context_id: str) -> None:
         """Remove what is published under an id, if anything is. Raises the store's errors."""
@@ -283,3 +309,8 @@ class Ingests:
             if os.path.lexists(path):
                 self._trash.mkdir(mode=0o700, parents=True, exist_ok=True)
                 os.rename(path, self._trash / uuid.uuid4().hex)
+
+
+def stored_bytes(catalog: Catalog) -> int:
+    """Return how many bytes the contexts on disk have, those that were being removed not."""
+    return sum(entry.bytes for entry in catalog.entries())

@@ -8,13 +8,16 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from openbook.indexstore.verify import VerifyReport
 from openbook.server.catalog import Entry, Stage, State
 from openbook.server.documents import NAME_BYTES_MAX
 from openbook.server.errors import ArgumentInvalid, FieldNotSupported, ModelUnknown
+from openbook.server.lives import TTL_S_MAX, check_ttl
 from openbook.server.naming import name_of
 from openbook.v1 import contexts_pb2 as pb
 from openbook.worker import Finished, Model
@@ -45,8 +48,8 @@ STAGES = {
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
-def context_message(entry: Entry) -> pb.Context:
-    """Return a context as callers see it."""
+def context_message(entry: Entry, expire_unix_s: float | None) -> pb.Context:
+    """Return a context as callers see it; `expire_unix_s` is None if it never expires."""
     message = pb.Context(
         name=name_of(entry.context_id),
         display_name=entry.display_name,
@@ -58,6 +61,8 @@ def context_message(entry: Entry) -> pb.Context:
         prompt_layout=LAYOUT_NUMBERS.get(entry.layout, pb.PROMPT_LAYOUT_UNSPECIFIED),
         create_time=_timestamp(entry.created_unix_s),
     )
+    if expire_unix_s is not None:
+        message.expire_time.CopyFrom(_timestamp(expire_unix_s))
     if entry.state is not State.FAILED:
         message.progress.CopyFrom(
             pb.Progress(
@@ -95,6 +100,23 @@ def model_message(model: Model) -> pb.Model:
     )
 
 
+def cost_message(tokens: int, model: Model) -> pb.CountTokensResponse:
+    """Return what a document of so many context tokens costs."""
+    shape = model.shape
+    per_token = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim)
+    return pb.CountTokensResponse(token_count=tokens, bytes=2 * per_token * tokens)
+
+
+def verify_message(report: VerifyReport) -> pb.VerifyContextResponse:
+    """Return what a verification looked at."""
+    return pb.VerifyContextResponse(
+        records_checked=report.records_checked,
+        bytes_checked=report.bytes_checked,
+        probes_checked=report.probes_checked,
+        largest_error=report.largest_error,
+    )
+
+
 def final_message(finished: Finished) -> pb.AskResponse:
     """Return the last message of an answer; a receipt's fields have one name everywhere."""
     receipt = pb.Receipt()
@@ -114,12 +136,9 @@ def final_message(finished: Finished) -> pb.AskResponse:
 def check_metadata(metadata: pb.IngestContextRequest.Metadata, model: Model) -> str:
     """Check an upload's first message and return its prompt layout.
 
-    Raises ArgumentInvalid, FieldNotSupported or ModelUnknown. Without a layout the model's chat
-    template is used if it has one.
+    Raises ArgumentInvalid, FieldNotSupported or ModelUnknown.
     """
     refuse_unknown_fields(metadata)
-    if metadata.HasField("ttl"):
-        raise FieldNotSupported("ttl")
     if len(metadata.display_name.encode()) > NAME_BYTES_MAX:
         raise ArgumentInvalid("display_name", f"may have at most {NAME_BYTES_MAX} bytes")
     if any(_is_treacherous(character) for character in metadata.display_name):
@@ -128,11 +147,19 @@ def check_metadata(metadata: pb.IngestContextRequest.Metadata, model: Model) -> 
         )
     if metadata.sha256 and len(metadata.sha256) != DIGEST_BYTES:
         raise ArgumentInvalid("sha256", f"must have {DIGEST_BYTES} bytes")
-    if metadata.model not in ("", model.name):
+    return check_layout(metadata.model, metadata.prompt_layout, model)
+
+
+def check_layout(named: str, prompt_layout: pb.PromptLayout, model: Model) -> str:
+    """Return the prompt layout that is meant. Raises ModelUnknown or ArgumentInvalid.
+
+    Without a layout the model's chat template is used if it has one.
+    """
+    if named not in ("", model.name):
         raise ModelUnknown()
-    if metadata.prompt_layout == pb.PROMPT_LAYOUT_UNSPECIFIED:
+    if prompt_layout == pb.PROMPT_LAYOUT_UNSPECIFIED:
         return "chat" if "chat" in model.prompt_layouts else "completion"
-    layout = LAYOUTS.get(metadata.prompt_layout)
+    layout = LAYOUTS.get(prompt_layout)
     if layout is None:
         raise ArgumentInvalid("prompt_layout", "is not a prompt layout")
     if layout not in model.prompt_layouts:
@@ -146,6 +173,18 @@ def _is_treacherous(character: str) -> bool:
     Other invisible ones are parts of ordinary names: wide spaces, and what joins emoji.
     """
     return unicodedata.category(character) in TREACHEROUS or character in DIRECTIONS
+
+
+def ttl_s(duration: Duration) -> float:
+    """Return a time to live in seconds. Raises ArgumentInvalid unless it is one."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    try:
+        check_ttl(seconds)
+    except ValueError:
+        raise ArgumentInvalid(
+            "ttl", f"must be above 0 and at most {TTL_S_MAX:.0f} seconds"
+        ) from None
+    return seconds
 
 
 def page_size(request: pb.ListContextsRequest) -> int:

@@ -7,6 +7,7 @@ asks translate, catalog and ingests know the contexts, decode_worker answers.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from openbook.indexstore.errors import (
     ContextMissing,
     ShardCorrupt,
 )
+from openbook.indexstore.verify import verify_context
 from openbook.server.asks import ask_spec
 from openbook.server.calls import Rpc, served
 from openbook.server.catalog import Catalog, Entry, State
@@ -30,24 +32,28 @@ from openbook.server.errors import (
     ContextNotReady,
     DigestMismatch,
     Draining,
-    MethodNotSupported,
     ReaderStalled,
 )
 from openbook.server.ingests import Ingests
+from openbook.server.lives import Lives
 from openbook.server.logs import Log
 from openbook.server.messages import (
+    check_layout,
     check_metadata,
     context_message,
+    cost_message,
     final_message,
     model_message,
     page_size,
     refuse_unknown_fields,
+    ttl_s,
+    verify_message,
 )
 from openbook.server.naming import parse_name
-from openbook.server.threads import made
+from openbook.server.threads import in_thread, made
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
-from openbook.worker import Finished, Model
+from openbook.worker import Finished, Model, count_tokens
 
 CHUNK_BYTES_MAX = 1 << 20
 STALL_S = 30.0  # how long an answer waits for its reader
@@ -75,6 +81,7 @@ class ContextService(rpcs.ContextServiceServicer):
         ingests: Ingests,
         decode: DecodeWorker,
         *,
+        lives: Lives,
         tenant_root: Path,
         limits: Limits,
         log: Log,
@@ -87,6 +94,7 @@ class ContextService(rpcs.ContextServiceServicer):
         self._documents = documents
         self._ingests = ingests
         self._decode = decode
+        self._lives = lives
         self._tenant_root = tenant_root
         self._limits = limits
 
@@ -94,7 +102,7 @@ class ContextService(rpcs.ContextServiceServicer):
         """Return how long a method may take, whatever its caller says."""
         if method == "Ask":
             return self._limits.ask_deadline_s
-        if method in ("IngestContext", "WatchContext"):
+        if method in ("IngestContext", "WatchContext", "VerifyContext"):
             return self._limits.ingest_deadline_s
         return self._limits.call_deadline_s
 
@@ -111,6 +119,7 @@ class ContextService(rpcs.ContextServiceServicer):
         if first is None or not first.HasField("metadata"):
             raise ArgumentInvalid("metadata", "must be the first message")
         layout = check_metadata(first.metadata, self._model)
+        seconds = ttl_s(first.metadata.ttl) if first.metadata.HasField("ttl") else None
         announced = first.metadata.sha256
         entry = await self._ingests.find(layout, announced) if announced else None
         if entry is None:
@@ -124,7 +133,11 @@ class ContextService(rpcs.ContextServiceServicer):
                 )
                 # A caller that goes away now must not tear an upload that is being stored.
                 entry = await asyncio.shield(asyncio.create_task(accepting))
-        return pb.IngestContextResponse(context=context_message(entry))
+        if first.metadata.HasField("ttl"):
+            await self._ingests.set_ttl(entry.context_id, seconds)
+        else:
+            await self._ingests.use(entry.context_id)
+        return pb.IngestContextResponse(context=self._message(entry))
 
     @served
     async def WatchContext(self, request: pb.WatchContextRequest, rpc: Rpc) -> None:
@@ -132,14 +145,14 @@ class ContextService(rpcs.ContextServiceServicer):
         refuse_unknown_fields(request)
         async with aclosing(self._catalog.watch(parse_name(request.name))) as entries:
             async for entry in entries:
-                await rpc.write(pb.WatchContextResponse(context=context_message(entry)))
+                await rpc.write(pb.WatchContextResponse(context=self._message(entry)))
 
     @served
     async def GetContext(self, request: pb.GetContextRequest, rpc: Rpc) -> pb.GetContextResponse:
         """Return one context."""
         refuse_unknown_fields(request)
         entry = self._catalog.get(parse_name(request.name))
-        return pb.GetContextResponse(context=context_message(entry))
+        return pb.GetContextResponse(context=self._message(entry))
 
     @served
     async def ListContexts(
@@ -149,7 +162,7 @@ class ContextService(rpcs.ContextServiceServicer):
         refuse_unknown_fields(request)
         entries, token = self._catalog.page(page_size(request), request.page_token)
         return pb.ListContextsResponse(
-            contexts=[context_message(entry) for entry in entries], next_page_token=token
+            contexts=[self._message(entry) for entry in entries], next_page_token=token
         )
 
     @served
@@ -170,6 +183,7 @@ class ContextService(rpcs.ContextServiceServicer):
         context_id = parse_name(request.context)
         spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
         entry = self._readable(context_id)
+        await self._ingests.use(context_id)
         answer = self._decode.answer(
             spec,
             context_id,
@@ -195,20 +209,41 @@ class ContextService(rpcs.ContextServiceServicer):
     async def UpdateContext(
         self, request: pb.UpdateContextRequest, rpc: Rpc
     ) -> pb.UpdateContextResponse:
-        """Refuse: contexts have no time to live yet."""
-        raise MethodNotSupported("UpdateContext")
+        """Set the time to live, counted from now; without one the context is kept for ever."""
+        refuse_unknown_fields(request)
+        context_id = parse_name(request.name)
+        seconds = ttl_s(request.ttl) if request.HasField("ttl") else None
+        setting = self._ingests.set_ttl(context_id, seconds)
+        entry = await asyncio.shield(asyncio.create_task(setting))
+        return pb.UpdateContextResponse(context=self._message(entry))
 
     @served
     async def VerifyContext(
         self, request: pb.VerifyContextRequest, rpc: Rpc
     ) -> pb.VerifyContextResponse:
-        """Refuse: not served yet."""
-        raise MethodNotSupported("VerifyContext")
+        """Read every byte of a context and answer its stored queries again."""
+        refuse_unknown_fields(request)
+        context_id = parse_name(request.name)
+        self._readable(context_id)
+        gone = threading.Event()
+        try:
+            report = await in_thread(
+                verify_context, self._tenant_root / context_id, is_cancelled=gone.is_set
+            )
+        except DAMAGES as error:
+            self._ingests.mark_damaged(context_id, error)
+            raise
+        finally:
+            gone.set()
+        return verify_message(report)
 
     @served
     async def CountTokens(self, request: pb.CountTokensRequest, rpc: Rpc) -> pb.CountTokensResponse:
-        """Refuse: not served yet."""
-        raise MethodNotSupported("CountTokens")
+        """Return what a document would cost, by the checks of an ingest and without reading it."""
+        refuse_unknown_fields(request)
+        layout = check_layout(request.model, request.prompt_layout, self._model)
+        count = await in_thread(count_tokens, self._model, request.document, layout)
+        return cost_message(count, self._model)
 
     async def _received(
         self, requests: AsyncIterator[pb.IngestContextRequest], announced: bytes
@@ -225,6 +260,9 @@ class ContextService(rpcs.ContextServiceServicer):
             await asyncio.shield(asyncio.to_thread(receiving.discard))
             raise
         return receiving, digest
+
+    def _message(self, entry: Entry) -> pb.Context:
+        return context_message(entry, self._lives.expire_unix_s(entry.context_id))
 
     def _check_taking(self) -> None:
         if self.is_draining:

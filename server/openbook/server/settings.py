@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from openbook.server.cores import usable_cores
+from openbook.server.lives import TTL_S_MAX
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -39,7 +40,10 @@ class Settings(BaseSettings):
     2,048 tokens on a machine that takes 200 ms for each needs 410 s: raise it with
     `answer_tokens_max`, or where tokens are slow. `answer_tokens_max` bounds what one answer that
     nobody reads keeps in memory, at some hundred bytes a token. `uploads_max` documents may arrive
-    at once, each up to `document_bytes_max` on disk.
+    at once, each up to `document_bytes_max` on disk. A context is removed `context_ttl_s` after its
+    last use, unless its ingest or an update said otherwise; by default never. `store_bytes_max`
+    bounds the contexts on disk: over it, those with a time to live go, the longest unused first,
+    and no document is taken while it cannot be met.
     """
 
     model_config = SettingsConfigDict(
@@ -65,6 +69,8 @@ class Settings(BaseSettings):
     asks_waiting_max: Annotated[int, Field(ge=0, le=4096)] = 16
     ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 16
     uploads_max: Annotated[int, Field(ge=1, le=256)] = 16
+    context_ttl_s: Annotated[float, Field(gt=0, le=TTL_S_MAX, allow_inf_nan=False)] | None = None
+    store_bytes_max: Annotated[int, Field(ge=1)] | None = None
     opened_bytes_max: Annotated[int, Field(ge=1)] = 16 * GIB
     ask_deadline_s: Deadline = 120.0
     call_deadline_s: Deadline = 30.0

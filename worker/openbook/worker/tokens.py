@@ -149,13 +149,11 @@ def _encoded(plain: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def count_tokens(model: SpeaksTokens, document: bytes, layout: str) -> int:
-    """Count the context tokens that a document costs, template included, however many they are.
+    """Count the context tokens that a document costs, template included.
 
-    Raises NotText, DocumentEmpty, LayoutUnavailable.
+    Raises what `document_tokens` raises: a document that would be refused has no cost.
     """
-    prefix = _prefix(model.vocabulary, layout)
-    text = _text_of(document)
-    return len(prefix) + len(_encoded(model.vocabulary.plain, text))
+    return len(document_tokens(model, document, layout))
 
 
 def question_tokens(
