@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from openbook.indexstore.errors import ShardTruncated
 from openbook.indexstore.head import EXACT, Budget
 from openbook.worker import Delta, Engine, Finished
 from openbook.worker.decode import BLOCK_TOKENS, Runner
@@ -222,6 +224,30 @@ def test_a_failing_question_ends_one_ask(
     good = Asked(engine, spec(), context)
     run_all(engine)
     assert isinstance(bad.error, RuntimeError) and good.finished
+
+
+def test_a_file_cut_short_while_it_is_read_ends_its_answers_alone(
+    engine: Engine, tiny_model: Tiny, read_context: ReadContext, digits: Digits
+) -> None:
+    """Without the guard of the mapped files this is a SIGBUS, and the end of the process."""
+    paths = [read_context(tiny_model("llama", 9, 3), digits(n)) for n in (900, 950)]
+    claims = [engine.open(path, path.name) for path in paths]
+    bad, good = (Asked(engine, spec(max_tokens=20), claim) for claim in claims)
+    for _ in range(4):
+        engine.step()
+    sent = len(bad.events)
+    layer = paths[0] / "layer-000.mdb"
+    layer.chmod(0o600)
+    os.truncate(layer, 4096)
+    run_all(engine)
+    assert isinstance(bad.error, ShardTruncated) and bad.error.file == layer.name
+    assert len(bad.events) == sent + 1, "no text after the damage"
+    assert good.finished.usage.answer_tokens > 0
+    after = Asked(engine, spec(), claims[1])
+    run_all(engine)
+    assert after.finished
+    for claim in claims:
+        claim.close()
 
 
 def test_a_listener_that_raises_loses_its_ask_alone(engine: Engine, context: OpenedContext) -> None:

@@ -317,6 +317,7 @@ class Engine:
     def _postprocess(self, ask: Ask, logits: torch.Tensor) -> None:
         """Choose the next id, send its text, and end the answer where it ends."""
         try:
+            ask.context.check()  # before anything that was read is believed
             chosen = ask.sampler.choose(logits)
             ask.timeline.last_id = self._clock()
             if not ask._answer_ids:

@@ -77,6 +77,10 @@ class OpenedContext:
         """Whether this claim has not been closed."""
         return self._loaded is not None
 
+    def check(self) -> None:
+        """Raise ShardTruncated or ShardCorrupt if a file was cut short while it was read."""
+        self._held().stored.check()
+
     def hold(self) -> OpenedContext:
         """Return another claim on the same context. Raises ValueError when this one is closed."""
         return self._owner.share(self._key, self._held())
@@ -177,6 +181,7 @@ def _load(model: Model, path: Path, context_id: str) -> _Loaded:
         window = Window.load(
             layers, stored.manifest.token_count, device=model.device, dtype=model.module.dtype
         )
+        stored.check()  # the windows' rows have just been read
         return _Loaded(stored, window, tuple(layer.heads for layer in layers))
     except BaseException:
         stored.close()
