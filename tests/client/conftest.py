@@ -44,6 +44,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.chunk_sizes: list[list[int]] = []
         self.metadata: list[pb.IngestContextRequest.Metadata] = []
         self.asked: list[pb.AskRequest] = []
+        self.updates: list[pb.UpdateContextRequest] = []
+        self.counted: list[pb.CountTokensRequest] = []
         self.deltas = ["The ", "keeper's ", "", "daughter."]
         self.answers: dict[str, list[str]] = {}  # of questions that have their own
         self.tokens_forwarded = 7000
@@ -51,6 +53,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.final: pb.AskFinal | None = FINAL
         self.refusals: dict[str, list[Refusal]] = {}
         self.refusals_mid_answer: list[Refusal] = []
+        self.refusals_mid_watch: list[Refusal] = []
+        self.refusals_after_upload: list[Refusal] = []
         self.calls: list[str] = []
         self.headers: list[dict[str, str | bytes]] = []
         self.page_size = 2
@@ -84,6 +88,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.metadata.append(metadata)
         self.documents.append(document)
         self.chunk_sizes.append([len(chunk) for chunk in chunks])
+        if self.refusals_after_upload:
+            abort(rpc, self.refusals_after_upload.pop(0))
         if hashlib.sha256(document).digest() != metadata.sha256:
             abort(rpc, Refusal(grpc.StatusCode.INVALID_ARGUMENT, "DIGEST_MISMATCH"))
         name = f"contexts/{metadata.sha256.hex()[:32]}"
@@ -111,6 +117,8 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
             context.progress.stage = pb.INGEST_STAGE_READING
             context.progress.layers_done = done
             yield pb.WatchContextResponse(context=context)
+        if self.refusals_mid_watch:
+            abort(rpc, self.refusals_mid_watch.pop(0))
         if self.is_watch_cut:
             return
         if self.failed_ingest is not None:
@@ -137,6 +145,28 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         every = list(self.contexts.values())
         token = str(end) if end < len(every) else ""
         return pb.ListContextsResponse(contexts=every[start:end], next_page_token=token)
+
+    def UpdateContext(self, request, rpc):  # noqa: N802
+        self._enter("UpdateContext", rpc)
+        context = self._context(request.name, rpc)
+        self.updates.append(request)
+        context.ClearField("expiration")
+        if request.HasField("ttl"):
+            context.expire_time.FromSeconds(1_700_000_000 + request.ttl.seconds)
+        return pb.UpdateContextResponse(context=context)
+
+    def VerifyContext(self, request, rpc):  # noqa: N802
+        self._enter("VerifyContext", rpc)
+        self._context(request.name, rpc)
+        return pb.VerifyContextResponse(
+            records_checked=90, bytes_checked=200_000_000, probes_checked=12, largest_error=0.001
+        )
+
+    def CountTokens(self, request, rpc):  # noqa: N802
+        self._enter("CountTokens", rpc)
+        self.counted.append(request)
+        count = len(request.document.split())
+        return pb.CountTokensResponse(token_count=count, bytes=count * LAYERS * 3 * 64 * 4)
 
     def DeleteContext(self, request, rpc):  # noqa: N802
         self._enter("DeleteContext", rpc)

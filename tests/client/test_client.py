@@ -13,7 +13,7 @@ from openbook.client.channel import is_loopback
 from openbook.client.uploads import CHUNK_BYTES
 from openbook.v1 import contexts_pb2 as pb
 
-from .conftest import LAYERS, FakeServer, Refusal
+from .conftest import LAYERS, FakeServer
 
 MIB_4 = 4_194_304
 
@@ -183,24 +183,6 @@ def test_models_lists_known_layouts_only(client: Client) -> None:
     (model,) = client.models()
     assert model.layouts == ("chat", "completion")
     assert (model.name, model.positions_max, model.tokens_forwarded) == ("fake", 8192, 7000)
-
-
-def test_lookups_are_retried_while_unavailable(fake: FakeServer, client: Client) -> None:
-    away = Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    fake.service.refuse("ListModels", away, away)
-    assert client.models()
-    assert fake.service.calls == ["ListModels"] * 3
-
-
-@pytest.mark.parametrize("method", ["IngestContext", "Ask"])
-def test_streams_are_not_retried(method: str, fake: FakeServer, client: Client) -> None:
-    fake.service.refuse(method, Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING"))
-    with pytest.raises(errors.Unavailable):
-        if method == "Ask":
-            client.ask("0" * 32, "Who?").result()
-        else:
-            client.ingest("Some text.")
-    assert fake.service.calls == [method]
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,12 @@ def test_contexts_in_a_pipe_are_fields_between_tabs() -> None:
     out = io.StringIO()
     print_contexts([listed("a\tb\n\x1b[31m")], Console(file=out), now=NOW)
     header, row = out.getvalue().splitlines()
-    assert header.split("\t") == ["id", "layout", "state", "tokens", "bytes", "created", "name"]
+    assert header.split("\t") == [
+        *("id", "layout", "state", "tokens", "bytes", "created", "expires", "name")
+    ]
     assert row.split("\t") == [
         "0f" * 16, "completion", "active", "7701", "339759104", "2026-01-02T09:30:00+00:00",
+        "",
         "a b [31m",
     ]  # fmt: skip
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ def test_an_answer_streams_and_ends_with_usage_and_receipt(client: Client, conte
     assert receipt.budget == "keys=100+estimate" and receipt.bytes_mapped > 0
     exact = client.ask(context_id, QUESTION, max_tokens=12, budget="exact").result()
     assert exact.receipt.budget == "exact"
+
+
+def test_a_context_is_counted_kept_for_a_time_and_verified(client: Client) -> None:
+    text = document(keeper="The clerk")
+    cost = client.count_tokens(text)
+    context_id = client.ingest(text, ttl=3600)
+    info = client.context(context_id)
+    assert (cost.tokens, cost.kv_bytes) == (info.token_count, info.kv_bytes_16bit)
+    assert info.created is not None and info.expires is not None
+    assert client.update(context_id, ttl=timedelta(days=7)).expires > info.expires
+    assert client.update(context_id, ttl=None).expires is None
+    verification = client.verify(context_id)
+    assert verification.records_checked > 0 and verification.probes_checked > 0
+    assert verification.bytes_checked > info.kv_bytes_16bit
 
 
 def test_models_names_what_is_served(client: Client, tiny_model_directory: Path) -> None:

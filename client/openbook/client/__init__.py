@@ -1,6 +1,8 @@
 """openbook.client: what users import.
 
 client.py    Client: ingest, ask, contexts, models     ── calls ──> openbook.v1
+  ├─ requests.py  what is sent and how an outcome is read; deadlines
+  ├─ retries.py   which calls are tried again, and when
   ├─ uploads.py   a document, checked, hashed, in chunks
   ├─ asks.py      a question and its settings, as a request
   ├─ answer.py    Answer: pieces of text, then the result
@@ -25,7 +27,9 @@ from openbook.client.views import (
     Model,
     Receipt,
     Result,
+    TokenCost,
     Usage,
+    Verification,
 )
 
 __all__ = [
@@ -44,5 +48,7 @@ __all__ = [
     "Receipt",
     "Result",
     "Tls",
+    "TokenCost",
     "Usage",
+    "Verification",
 ]

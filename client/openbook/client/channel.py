@@ -4,7 +4,6 @@ Knows: gRPC channels. Does not know: what is called on them.
 """
 
 import ipaddress
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +12,6 @@ import grpc
 
 MESSAGE_BYTES_MAX = 4 << 20  # gRPC's own default, said aloud: the service has the same limit
 KEEPALIVE_MS = 10_000  # a long prefill is silent; the service permits a ping each 10 s
-SERVICE = "openbook.v1.ContextService"
-# Calls that may be sent again: one message each way. A broken stream is the caller's to repeat.
-RETRIED = ("GetContext", "ListContexts", "DeleteContext", "ListModels")
-SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": SERVICE, "method": method} for method in RETRIED],
-                "retryPolicy": {
-                    "maxAttempts": 4,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "2s",
-                    "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ]
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +37,45 @@ class Tls:
         )
 
 
-def open_channel(address: str, *, tls: Tls | None) -> grpc.Channel:
+def open_channel(address: str, *, tls: Tls | None, service_config: str) -> grpc.Channel:
     """Return a channel to `address`; it connects at the first call.
 
-    Raises ValueError for an empty address: gRPC would complain of that on stderr, in many lines.
+    `service_config` says which calls gRPC repeats. Raises ValueError for an empty address.
     """
+    options = _options(address, service_config)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=options)
+
+
+def open_async_channel(address: str, *, tls: Tls | None, service_config: str) -> grpc.aio.Channel:
+    """Return what `open_channel` does for the running event loop."""
+    options = _options(address, service_config)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError for an empty address: gRPC would complain on stderr, in many lines."""
     if not address:
         raise ValueError("the server's address is empty; it is host:port")
+
+
+def _options(address: str, service_config: str) -> list[tuple[str, int | str]]:
+    """Return the options of a channel to `address`."""
+    check_address(address)
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_retries", 1),
-        ("grpc.service_config", SERVICE_CONFIG),
+        ("grpc.service_config", service_config),
     ]
     if is_loopback(address):
         options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this machine's loopback
-    if tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, tls.credentials(), options=options)
+    return options
 
 
 def call_metadata(address: str, *, token: str | None, tls: Tls | None) -> Sequence[tuple[str, str]]:

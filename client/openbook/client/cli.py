@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 
 from openbook.client.asks import Budget, Plan
+from openbook.client.cli_checks import count
 from openbook.client.cli_contexts import contexts_app
-from openbook.client.cli_options import Server, connect
+from openbook.client.cli_options import Server, connect, read_ttl
 from openbook.client.console import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -42,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # they print local variables, which hold documents
 )
 app.add_typer(contexts_app, name="contexts")
+app.command()(count)
 
 
 def main() -> None:
@@ -81,6 +83,13 @@ def ingest(
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="Display name.", show_default="the file's name")] = "",
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            help="How long it is kept after its last use: 7d, 12h, 30m or 3600 (seconds).",
+            show_default="the server's, for ever",
+        ),
+    ] = None,
 ) -> None:
     """Have the service read a document, and print its context id."""
     console = Console(stderr=True)
@@ -99,6 +108,7 @@ def ingest(
                     document,
                     display_name=name,
                     layout=layout,
+                    ttl=_ingest_ttl(ttl),
                     on_accepted=accepted,
                     on_progress=show,
                 )
@@ -228,6 +238,13 @@ def demo(
             fail(str(error), EXIT_FAILED)
     if faults:
         fail("; ".join(faults), EXIT_FAILED)
+
+
+def _ingest_ttl(text: str | None) -> float | None:
+    """Read --ttl of an ingest, where the service knows no word for never."""
+    if text == "never":
+        raise ValueError("--ttl never is for `openbook contexts touch`, after the ingest")
+    return read_ttl(text) if text is not None else None
 
 
 def _budget(text: str | None) -> Budget | None:

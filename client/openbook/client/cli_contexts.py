@@ -1,4 +1,4 @@
-"""`openbook contexts`: list, show and delete.
+"""`openbook contexts`: list, show, touch, verify and delete.
 
 Knows: options. Does not know: how a context is stored.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from openbook.client.cli_options import Server, connect
+from openbook.client.cli_options import Server, connect, read_ttl
 from openbook.client.console import moment, one_line_errors, print_contexts, print_fields, size
 from openbook.client.views import ContextInfo
 
@@ -19,7 +19,7 @@ ContextId = Annotated[str, typer.Argument(metavar="ID", help="The id that ingest
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")]
 
 contexts_app = typer.Typer(
-    help="List, show and delete what the service has read.", no_args_is_help=True
+    help="List, show, keep, check and delete what the service has read.", no_args_is_help=True
 )
 
 
@@ -46,6 +46,33 @@ def show(
         print(_json(info))
     else:
         print_fields(_fields(info), Console())
+
+
+@contexts_app.command()
+def touch(
+    context_id: ContextId,
+    ttl: Annotated[
+        str, typer.Option(help="7d, 12h, 30m or 3600 (seconds), or never: keep it for ever.")
+    ],
+    server: Server = "localhost:50051",
+) -> None:
+    """Keep a context for a time from now and from every later use; print when it expires."""
+    with one_line_errors(server), connect(server) as client:
+        info = client.update(context_id, ttl=read_ttl(ttl))
+    print(moment(info.expires) or "never")
+
+
+@contexts_app.command()
+def verify(
+    context_id: ContextId, server: Server = "localhost:50051", as_json: AsJson = False
+) -> None:
+    """Read every stored byte of a context and answer its stored queries again."""
+    with one_line_errors(server), connect(server) as client:
+        verification = client.verify(context_id)
+    if as_json:
+        print(json.dumps(asdict(verification)))
+    else:
+        print_fields(asdict(verification), Console())
 
 
 @contexts_app.command()

@@ -1,10 +1,11 @@
 """Options that several verbs share, and the client that they describe.
 
-Knows: --server and the environment. The token is read from OPENBOOK_TOKEN alone: an option would
-show it to everyone who can list processes.
+Knows: how a time to live and a size are written, --server and the environment. The token is read
+from OPENBOOK_TOKEN alone: an option would show it to everyone who can list processes.
 """
 
 import os
+import re
 from typing import Annotated
 
 import typer
@@ -12,6 +13,31 @@ import typer
 from openbook.client.client import Client
 
 Server = Annotated[str, typer.Option(envvar="OPENBOOK_SERVER", help="host:port of the service.")]
+
+
+UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+UNITS_BYTES = {
+    "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+
+
+def read_ttl(text: str) -> float | None:
+    """Return the seconds of a time such as 7d, 12h, 30m or 3600; None for never."""
+    if text == "never":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text, re.ASCII)
+    if match is None:
+        raise ValueError("--ttl is a time such as 7d, 12h, 30m or 3600 (seconds), or never")
+    return float(match[1]) * UNITS_S[match[2]]
+
+
+def read_size(text: str, option: str) -> int:
+    """Return the bytes of a size such as 16GiB or 500GB, rounded down."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text, re.ASCII)
+    if match is None or match[2] not in UNITS_BYTES:
+        raise ValueError(f"{option} is a size such as 16GiB, 500GB or a number of bytes")
+    return int(float(match[1]) * UNITS_BYTES[match[2]])
 
 
 def connect(server: str) -> Client:

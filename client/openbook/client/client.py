@@ -3,8 +3,6 @@
 Knows: the calls of openbook.v1. Does not know: terminals, or how the service answers.
 """
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -15,18 +13,31 @@ import grpc
 from openbook.client.answer import Answer
 from openbook.client.asks import Budget, Plan, ask_request
 from openbook.client.channel import Tls, call_metadata, open_channel
-from openbook.client.errors import DeadlineExceeded, ServerFault, from_reason, from_rpc
-from openbook.client.uploads import Document, Upload, opened, utf8
-from openbook.client.views import LAYOUTS, ContextInfo, IngestProgress, Layout, Model
+from openbook.client.errors import from_rpc
+from openbook.client.requests import (
+    UNARY_TIMEOUT_S,
+    Deadline,
+    Ttl,
+    context_name,
+    count_request,
+    describe,
+    ingest_metadata,
+    plain_id,
+    settled_id,
+    update_request,
+)
+from openbook.client.retries import SERVICE_CONFIG, Tries
+from openbook.client.uploads import Document, Upload, opened
+from openbook.client.views import (
+    ContextInfo,
+    IngestProgress,
+    Layout,
+    Model,
+    TokenCost,
+    Verification,
+)
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc
-
-UNARY_TIMEOUT_S = 30.0  # for calls that only look something up
-TIMEOUT_S_MAX = (
-    10 * 365 * 86_400.0
-)  # far beyond that, gRPC's clock overflows and ends calls at once
-SHOWN_MAX = 40  # characters of a wrong id that its error repeats
-_ID = re.compile(r"[0-9a-f]{32}")
 
 Response = TypeVar("Response")
 
@@ -41,7 +52,7 @@ class Client:
 
     def __init__(self, address: str, *, token: str | None = None, tls: Tls | None = None) -> None:
         self._metadata = call_metadata(address, token=token, tls=tls)
-        self._channel = open_channel(address, tls=tls)
+        self._channel = open_channel(address, tls=tls, service_config=SERVICE_CONFIG)
         self._stub = contexts_pb2_grpc.ContextServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def ingest(
@@ -51,6 +62,7 @@ class Client:
         display_name: str = "",
         model: str = "",
         layout: Layout | None = None,
+        ttl: Ttl | None = None,
         on_accepted: Callable[[str], None] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
@@ -59,7 +71,9 @@ class Client:
 
         A str is text; bytes, a Path or an open binary file are a file of UTF-8 text. `layout` is
         "chat" (questions to an assistant) or "completion" (questions are sentences to continue);
-        None is "chat" where the model has a chat template, else "completion".
+        None is "chat" where the model has a chat template, else "completion". `ttl`, a timedelta
+        or seconds, is how long after its last use the context is kept; None leaves that to the
+        service, whose default is for ever.
         `on_accepted` is called with the id of a context that is now being read, `on_progress` for
         each layer. A document is read once for each model and layout, and keeps its id; reading
         goes on if this call is interrupted, until the context is deleted. `timeout` is in seconds,
@@ -69,28 +83,16 @@ class Client:
         Raises ValueError before any call for text that is not UTF-8, with the offset, and for a
         document that is empty or whitespace alone.
         """
-        if layout is not None and layout not in LAYOUTS:
-            raise ValueError("layout must be 'chat', 'completion' or None")
-        utf8(display_name, "display_name")
-        utf8(model, "model")
-        deadline = _Deadline(timeout)
+        metadata = ingest_metadata(display_name=display_name, model=model, layout=layout, ttl=ttl)
+        deadline = Deadline(timeout)
         with opened(document) as upload:
-            metadata = pb.IngestContextRequest.Metadata(
-                display_name=display_name or upload.name,
-                model=model,
-                prompt_layout=LAYOUTS[layout] if layout else pb.PROMPT_LAYOUT_UNSPECIFIED,
-                sha256=upload.sha256,
-            )
+            describe(metadata, upload)
             context = self._upload(metadata, upload, deadline)
         if context.state == pb.CONTEXT_STATE_CREATING:
             if on_accepted is not None:
-                on_accepted(context.name.removeprefix("contexts/"))
+                on_accepted(plain_id(context))
             context = self._watch(context.name, on_progress, deadline)
-        if context.state == pb.CONTEXT_STATE_FAILED:
-            raise from_reason(context.error.reason, context.error.message)
-        if context.state != pb.CONTEXT_STATE_ACTIVE:
-            raise ServerFault("the service stopped watching a context that is still being read")
-        return context.name.removeprefix("contexts/")
+        return settled_id(context)
 
     def ask(
         self,
@@ -123,7 +125,7 @@ class Client:
         once for a setting that cannot be sent; what the service refuses is raised by the answer.
         """
         request = ask_request(
-            _name(context_id),
+            context_name(context_id),
             question,
             answer_prefix=answer_prefix,
             max_tokens=max_tokens,
@@ -135,7 +137,7 @@ class Client:
             estimate=estimate,
             plan=plan,
         )
-        call = self._stub.Ask(request, timeout=_Deadline(timeout).left(), metadata=self._metadata)
+        call = self._stub.Ask(request, timeout=Deadline(timeout).left(), metadata=self._metadata)
         return Answer(call)
 
     def contexts(self) -> Iterator[ContextInfo]:
@@ -150,12 +152,44 @@ class Client:
 
     def context(self, context_id: str) -> ContextInfo:
         """Return what the service knows about one context."""
-        response = self._unary(self._stub.GetContext, pb.GetContextRequest(name=_name(context_id)))
+        response = self._unary(
+            self._stub.GetContext, pb.GetContextRequest(name=context_name(context_id))
+        )
         return ContextInfo.from_message(response.context)
 
     def delete(self, context_id: str) -> None:
         """Delete a context; its document must be ingested again to be asked about."""
-        self._unary(self._stub.DeleteContext, pb.DeleteContextRequest(name=_name(context_id)))
+        self._unary(
+            self._stub.DeleteContext, pb.DeleteContextRequest(name=context_name(context_id))
+        )
+
+    def update(self, context_id: str, *, ttl: Ttl | None) -> ContextInfo:
+        """Keep a context for `ttl` from now and from every later use; None: for ever."""
+        response = self._unary(self._stub.UpdateContext, update_request(context_id, ttl))
+        return ContextInfo.from_message(response.context)
+
+    def verify(self, context_id: str, *, timeout: float | None = None) -> Verification:
+        """Have the service read every byte of a context and answer its stored queries again.
+
+        Raises ContextCorrupt for what is damaged. `timeout` is in seconds; the service has a limit
+        of its own (1,800 by default).
+        """
+        request = pb.VerifyContextRequest(name=context_name(context_id))
+        left = Deadline(timeout).left()
+        return Verification.from_message(
+            self._unary(self._stub.VerifyContext, request, timeout=left)
+        )
+
+    def count_tokens(
+        self, document: Document, *, layout: Layout | None = None, model: str = ""
+    ) -> TokenCost:
+        """Return what `document` would cost, by the checks of an ingest and without reading it.
+
+        At most COUNT_BYTES_MAX bytes (just under 4 MiB) are counted; ValueError beyond that.
+        """
+        with opened(document) as upload:
+            request = count_request(upload, model=model, layout=layout)
+        return TokenCost.from_message(self._unary(self._stub.CountTokens, request))
 
     def models(self) -> tuple[Model, ...]:
         """Return the models that the service answers with."""
@@ -179,18 +213,21 @@ class Client:
         """Close the connection."""
         self.close()
 
-    def _unary(self, method: "Callable[..., Response]", request: object) -> Response:
+    def _unary(
+        self,
+        method: Callable[..., Response],
+        request: object,
+        *,
+        timeout: float | None = UNARY_TIMEOUT_S,
+    ) -> Response:
         """Send one message for one message."""
         try:
-            return method(request, timeout=UNARY_TIMEOUT_S, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc(error) from error
 
     def _upload(
-        self,
-        metadata: pb.IngestContextRequest.Metadata,
-        upload: Upload,
-        deadline: "_Deadline",
+        self, metadata: pb.IngestContextRequest.Metadata, upload: Upload, deadline: Deadline
     ) -> pb.Context:
         """Send the document and return the context that the service made or found."""
 
@@ -199,73 +236,36 @@ class Client:
             for chunk in upload.chunks():
                 yield pb.IngestContextRequest(chunk=chunk)
 
-        try:
-            response: pb.IngestContextResponse = self._stub.IngestContext(
-                requests(), timeout=deadline.left(), metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            if upload.failure is not None:  # the file could not be read to its end
-                raise upload.failure from error
-            raise from_rpc(error) from error
-        return response.context
+        tries = Tries(deadline)
+        while True:
+            try:
+                response: pb.IngestContextResponse = self._stub.IngestContext(
+                    requests(), timeout=deadline.left(), metadata=self._metadata
+                )
+                return response.context
+            except grpc.RpcError as error:
+                if upload.failure is not None:  # the file could not be read to its end
+                    raise upload.failure from error
+                time.sleep(tries.pause_s(error))
 
     def _watch(
-        self,
-        name: str,
-        on_progress: Callable[[IngestProgress], None] | None,
-        deadline: "_Deadline",
+        self, name: str, on_progress: Callable[[IngestProgress], None] | None, deadline: Deadline
     ) -> pb.Context:
         """Follow a context until the service has nothing more to say, and return its last word."""
         context = pb.Context(name=name, state=pb.CONTEXT_STATE_CREATING)
-        call = self._stub.WatchContext(
-            pb.WatchContextRequest(name=name), timeout=deadline.left(), metadata=self._metadata
-        )
-        try:
-            for message in call:
-                context = message.context
-                if on_progress is not None:
-                    on_progress(IngestProgress.from_message(context))
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-        finally:
-            call.cancel()  # on_progress may have raised
-        return context
-
-
-class _Deadline:
-    """What is left of a timeout that several calls share."""
-
-    def __init__(self, timeout: float | None) -> None:
-        if timeout is None:
-            self._end = None
-            return
-        if not 0 < timeout < math.inf:
-            raise ValueError(
-                f"timeout is {timeout}; it must be a number of seconds above 0, or None for no end"
+        tries = Tries(deadline)
+        while True:
+            call = self._stub.WatchContext(
+                pb.WatchContextRequest(name=name), timeout=deadline.left(), metadata=self._metadata
             )
-        self._end = time.monotonic() + min(timeout, TIMEOUT_S_MAX)
-
-    def left(self) -> float | None:
-        """Return the seconds left, or None when there is no end; raises DeadlineExceeded."""
-        if self._end is None:
-            return None
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded("the timeout has passed", status="DEADLINE_EXCEEDED")
-        return left
-
-
-def _name(context_id: str) -> str:
-    """Return the resource name of a context given by id or by name.
-
-    Raises TypeError or ValueError for what is neither; the latter repeats its beginning.
-    """
-    if not isinstance(context_id, str):
-        raise TypeError(f"context_id must be a str, not {type(context_id).__name__}")
-    plain = context_id.removeprefix("contexts/")
-    if _ID.fullmatch(plain) is None:
-        shown = plain if len(plain) <= SHOWN_MAX else f"{plain[: SHOWN_MAX - 1]}…"
-        raise ValueError(  # repr escapes what a terminal would obey
-            f"{shown!r} is not a context id (32 hexadecimal digits; see `openbook contexts list`)"
-        )
-    return f"contexts/{plain}"
+            try:
+                for message in call:
+                    context = message.context
+                    if on_progress is not None:
+                        on_progress(IngestProgress.from_message(context))
+                return context
+            except grpc.RpcError as error:
+                pause_s = tries.pause_s(error)
+            finally:
+                call.cancel()  # on_progress may have raised
+            time.sleep(pause_s)

@@ -155,28 +155,36 @@ def print_contexts(contexts: Iterable[ContextInfo], console: Console, *, now: da
     The lines are for programs: a header, bytes as a number, times in UTC as ISO 8601.
     """
     if not console.is_terminal:
-        header = ("id", "layout", "state", "tokens", "bytes", "created", "name")
+        header = ("id", "layout", "state", "tokens", "bytes", "created", "expires", "name")
         for row in (header, *map(_tab_fields, contexts)):
             console.file.write("\t".join(row) + "\n")
         return
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("id", "layout", "state"):
         table.add_column(name, no_wrap=True)  # the id is copied: whole, however narrow the terminal
-    for name in ("tokens", "disk", "age"):
+    contexts = list(contexts)
+    is_any_mortal = any(info.expires is not None for info in contexts)
+    for name in ("tokens", "disk", "age", *(["left"] if is_any_mortal else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("name", overflow="fold")  # what gives way
     for info in contexts:
         row = (info.id, info.layout or "", info.state, str(info.token_count))
-        row += (size(info.bytes_on_disk), age(info.created, now), _one_line(info.display_name))
-        table.add_row(*map(Text, row))
+        row += (size(info.bytes_on_disk), age(info.created, now))
+        if is_any_mortal:  # else the column would take the names' room for nothing
+            row += (age(now, info.expires) if info.expires else "",)
+        table.add_row(*map(Text, (*row, _one_line(info.display_name))))
     console.print(table)
 
 
 def _tab_fields(info: ContextInfo) -> tuple[str, ...]:
     """Return a context's fields in the order of the header."""
-    created = info.created.astimezone(UTC).isoformat(timespec="seconds") if info.created else ""
-    measured = (str(info.token_count), str(info.bytes_on_disk), created)
-    return (info.id, info.layout or "", info.state, *measured, _one_line(info.display_name))
+    created, expires = (
+        when.astimezone(UTC).isoformat(timespec="seconds") if when else ""
+        for when in (info.created, info.expires)
+    )
+    measured = (str(info.token_count), str(info.bytes_on_disk))
+    name = _one_line(info.display_name)
+    return (info.id, info.layout or "", info.state, *measured, created, expires, name)
 
 
 def _one_line(text: str) -> str:

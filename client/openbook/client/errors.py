@@ -121,7 +121,7 @@ class Exhausted(OpenbookError):
 
 
 class StoreFull(Exhausted):
-    """The server's disk has no room for the context."""
+    """The disk, or the bytes set aside for contexts, have no room for the context."""
 
 
 class Unavailable(OpenbookError):
@@ -184,6 +184,7 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     "OPENED_FULL": Exhausted,
     "READER_STALLED": Exhausted,
     "STORE_FULL": StoreFull,
+    "STORE_QUOTA_REACHED": StoreFull,
     "STORE_READ_FAILED": Unavailable,
     "STORE_WRITE_FAILED": Unavailable,
     "ENGINE_STOPPED": Unavailable,
@@ -241,7 +242,7 @@ def from_rpc(error: grpc.RpcError) -> OpenbookError:
 
     The text is the service's own, or one of WORDS. Raise it from `error`, which has gRPC's.
     """
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return ServerFault(f"the call failed without a status ({type(error).__name__})")
     code = error.code()
     info = _error_info(error)
@@ -256,10 +257,10 @@ def from_rpc(error: grpc.RpcError) -> OpenbookError:
     )
 
 
-def _error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
+def _error_info(call: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     """Return our ErrorInfo of a failed call, or None when it carries none that is readable."""
     try:
-        status = rpc_status.from_call(call)
+        status = rpc_status.from_call(call)  # type: ignore[arg-type]  # reads what both have
     except ValueError:  # the rich status contradicts the plain one: trust the plain one
         return None
     if status is None:

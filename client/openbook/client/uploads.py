@@ -8,9 +8,10 @@ rewound is read into memory.
 import codecs
 import hashlib
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,29 +22,42 @@ Document = str | bytes | Path | BinaryIO
 
 @dataclass(slots=True)
 class Upload:
-    """A checked document: `file` stands at its first byte and holds UTF-8.
+    """A checked document: from byte `start` to its end, `file` holds UTF-8.
 
     `failure` is what ended `chunks` before the document's end.
     """
 
     file: BinaryIO
+    start: int
     sha256: bytes
     bytes_total: int
     name: str
     failure: OSError | ValueError | None = None
+    _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the document in chunks of at most CHUNK_BYTES; only once.
+        """Yield the document from its start in chunks of at most CHUNK_BYTES.
+
+        May be called again to send it again: each caller keeps its own place, as the thread that
+        sent before may still be at its last chunk.
 
         gRPC runs this in a thread of its own and would only log what it raises, so a failed read
         (or a file that was closed because the call is over) ends the chunks and is kept: the
         service refuses what does not have the announced digest.
         """
+        place = self.start
         try:
-            while chunk := self.file.read(CHUNK_BYTES):
+            while chunk := self._read(place):
+                place += len(chunk)
                 yield chunk
         except (OSError, ValueError) as error:
             self.failure = error
+
+    def _read(self, place: int) -> bytes:
+        """Return the chunk at `place`."""
+        with self._reading:
+            self.file.seek(place)
+            return self.file.read(CHUNK_BYTES)
 
 
 @contextmanager
@@ -57,8 +71,7 @@ def opened(document: Document) -> Iterator[Upload]:
     with _binary(document) as file:
         start = file.tell()
         digest, size = _checked(file)
-        file.seek(start)
-        yield Upload(file, digest, size, _name(document))
+        yield Upload(file, start, digest, size, _name(document))
 
 
 def utf8(text: str, what: str) -> bytes:

@@ -84,8 +84,9 @@ class ContextInfo:
     """A document that the service has read, is reading, or could not read.
 
     `bytes_on_disk` counts keys, values and index; `kv_bytes_16bit` what the keys and values alone
-    take at two bytes a number. `layout` is None when the server does not say. `error_reason` and
-    `error_message` are empty unless `state` is "failed".
+    take at two bytes a number. `layout` is None when the server does not say, `expires` when the
+    context is kept for ever. `error_reason` and `error_message` are empty unless `state` is
+    "failed".
     """
 
     id: str
@@ -125,6 +126,41 @@ class ContextInfo:
             error_reason=message.error.reason,
             error_message=message.error.message,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check of a stored context found in order.
+
+    `probes_checked` stored queries were answered again; `largest_error` is the largest difference
+    from their stored answers.
+    """
+
+    records_checked: int
+    bytes_checked: int
+    probes_checked: int
+    largest_error: float
+
+    @classmethod
+    def from_message(cls, message: pb.VerifyContextResponse) -> "Verification":
+        """Read the service's message; the fields have the same names on the wire."""
+        return cls(**{name: getattr(message, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """What a document would cost: `kv_bytes` are its keys and values at two bytes a number.
+
+    Stored, with the index, it takes about twice as many.
+    """
+
+    tokens: int
+    kv_bytes: int
+
+    @classmethod
+    def from_message(cls, message: pb.CountTokensResponse) -> "TokenCost":
+        """Read the service's message."""
+        return cls(message.token_count, message.bytes)
 
 
 @dataclass(frozen=True, slots=True)
