@@ -16,6 +16,8 @@ from openbook.client import Client
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc
 
+from .looped import LoopedClient
+
 LAYERS = 3
 FINAL = pb.AskFinal(
     usage=pb.Usage(context_tokens=7000, question_tokens=9, answer_tokens=4),
@@ -59,6 +61,7 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.headers: list[dict[str, str | bytes]] = []
         self.page_size = 2
         self.failed_ingest: pb.ContextError | None = None
+        self.is_known_answered_early = False
         self.is_watch_cut = False
         self.is_watch_held = False
         self.watch_ended = threading.Event()
@@ -83,6 +86,9 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
     def IngestContext(self, request_iterator, rpc):  # noqa: N802
         self._enter("IngestContext", rpc)
         metadata = next(request_iterator).metadata
+        known = self.contexts.get(f"contexts/{metadata.sha256.hex()[:32]}")
+        if self.is_known_answered_early and known is not None:
+            return pb.IngestContextResponse(context=known)
         chunks = [message.chunk for message in request_iterator]
         document = b"".join(chunks)
         self.metadata.append(metadata)
@@ -258,11 +264,15 @@ def fake(serve: Callable[..., FakeServer]) -> FakeServer:
     return serve()
 
 
-@pytest.fixture
-def client(fake: FakeServer) -> Iterator[Client]:
-    """Return a client of the fake."""
-    with Client(fake.address) as client:
-        yield client
+@pytest.fixture(params=["thread", "loop"])
+def client(request: pytest.FixtureRequest, fake: FakeServer) -> Iterator[Client]:
+    """Return a client of the fake: Client, then AsyncClient as seen from outside its loop."""
+    if request.param == "thread":
+        with Client(fake.address) as client:
+            yield client
+        return
+    with LoopedClient(fake.address) as looped:
+        yield looped  # type: ignore[misc]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """From the service's errors to the client's: the table is total, and nothing is lost."""
 
+import asyncio
 import inspect
 import re
 
@@ -116,13 +117,15 @@ def test_words_of_the_grpc_library_are_kept_in_the_cause_alone(
     with pytest.raises(errors.DeadlineExceeded) as late:
         client.ask(context_id, "Who?", timeout=0.2).result()
     assert str(late.value) == "the call did not end within its timeout"
+    assert fake.service.answer_ended.wait(timeout=10)
+    fake.service.answer_ended.clear()
     answer = client.ask(context_id, "Who?")
     answer.cancel()
     with pytest.raises(errors.Cancelled) as cancelled:
         answer.result()
     assert str(cancelled.value) == "the call was cancelled"
     for caught in (away, late, cancelled):
-        assert isinstance(caught.value.__cause__, grpc.RpcError)
+        assert isinstance(caught.value.__cause__, grpc.RpcError | asyncio.CancelledError)
 
 
 def test_error_without_a_status_is_a_fault() -> None:

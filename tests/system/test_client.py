@@ -5,6 +5,7 @@ Owns the seam between the two: what each shows of the other. Their own tests cov
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from openbook.client import Client, IngestProgress, cli, errors
+from openbook.client import AsyncClient, Client, IngestProgress, cli, errors
 from openbook.client.demo_server import DemoServer, serve_command
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -120,6 +121,24 @@ def test_a_context_is_counted_kept_for_a_time_and_verified(client: Client) -> No
     verification = client.verify(context_id)
     assert verification.records_checked > 0 and verification.probes_checked > 0
     assert verification.bytes_checked > info.kv_bytes_16bit
+
+
+def test_async_client_reads_asks_and_cancels(service: Service) -> None:
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            context_id = await client.ingest(document(), display_name="ships")
+            pieces = [piece async for piece in client.ask(context_id, QUESTION, max_tokens=12)]
+            result = await client.ask(context_id, QUESTION, max_tokens=12).result()
+            assert "".join(pieces) == result.text
+            assert result.receipt.tokens_prefilled == result.usage.question_tokens > 0
+            async with client.ask(context_id, QUESTION, max_tokens=2000) as answer:
+                await anext(answer)
+            with pytest.raises(errors.Cancelled):
+                await answer.result()
+            with pytest.raises(errors.NotFound):
+                await client.delete("0" * 32)
+
+    asyncio.run(run())
 
 
 def test_models_names_what_is_served(client: Client, tiny_model_directory: Path) -> None:

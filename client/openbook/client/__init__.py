@@ -1,11 +1,12 @@
 """openbook.client: what users import.
 
 client.py    Client: ingest, ask, contexts, models     ── calls ──> openbook.v1
+async_client.py  AsyncClient: the same, awaited        ── calls ──> openbook.v1
   ├─ requests.py  what is sent and how an outcome is read; deadlines
   ├─ retries.py   which calls are tried again, and when
   ├─ uploads.py   a document, checked, hashed, in chunks
   ├─ asks.py      a question and its settings, as a request
-  ├─ answer.py    Answer: pieces of text, then the result
+  ├─ answer.py    Answer, AsyncAnswer: pieces of text, then the result
   ├─ views.py     ContextInfo, Usage, Receipt, Model: frozen values
   ├─ channel.py   options, TLS, token
   └─ errors.py    the error tree, and the table from the service's reasons to it
@@ -13,8 +14,9 @@ cli.py       the `openbook` command; console.py what it prints
 demo.py      `openbook demo`; demo_model.py finds its model
 """
 
-from openbook.client.answer import Answer
+from openbook.client.answer import Answer, AsyncAnswer
 from openbook.client.asks import Budget, Keys, Plan
+from openbook.client.async_client import AsyncClient
 from openbook.client.channel import Tls
 from openbook.client.client import Client
 from openbook.client.errors import OpenbookError
@@ -34,6 +36,8 @@ from openbook.client.views import (
 
 __all__ = [
     "Answer",
+    "AsyncAnswer",
+    "AsyncClient",
     "Budget",
     "Client",
     "ContextInfo",
