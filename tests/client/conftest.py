@@ -225,12 +225,26 @@ def abort(rpc: grpc.ServicerContext, refusal: Refusal) -> None:
     rpc.abort_with_status(rpc_status.to_status(status))
 
 
+class FakeHealth(grpc.GenericRpcHandler):
+    """grpc.health.v1 by its bytes, as the client has no library for it."""
+
+    answer = b"\x08\x01"  # SERVING
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
+        if handler_call_details.method != "/grpc.health.v1.Health/Check":
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda request, rpc: self.answer)
+
+
 @dataclass(frozen=True)
 class FakeServer:
     """A running fake: where it listens and what it serves."""
 
     address: str
     service: FakeContextService
+    health: FakeHealth
 
 
 @pytest.fixture
@@ -245,13 +259,15 @@ def serve() -> Iterator[Callable[..., FakeServer]]:
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
         )
         contexts_pb2_grpc.add_ContextServiceServicer_to_server(service, server)
+        health = FakeHealth()
+        server.add_generic_rpc_handlers((health,))
         if credentials is None:
             port = server.add_insecure_port("127.0.0.1:0")
         else:
             port = server.add_secure_port("127.0.0.1:0", credentials)
         server.start()
         servers.append(server)
-        return FakeServer(f"127.0.0.1:{port}", service)
+        return FakeServer(f"127.0.0.1:{port}", service, health)
 
     yield start
     for server in servers:

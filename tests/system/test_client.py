@@ -141,6 +141,16 @@ def test_async_client_reads_asks_and_cancels(service: Service) -> None:
     asyncio.run(run())
 
 
+def test_doctor_and_capacity_agree_with_the_server(service: Service) -> None:
+    done = service.openbook("doctor", "--data", str(service.data))
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"ok"}, done.stdout
+    assert done.exit_code == 0 and "ok health: serving" in done.stdout
+    with service.client() as client:
+        cost = client.count_tokens(document())
+    found = service.openbook("capacity", "--tokens", str(cost.tokens), "--json").stdout
+    assert json.loads(found)["kv_bytes"] == cost.kv_bytes
+
+
 def test_models_names_what_is_served(client: Client, tiny_model_directory: Path) -> None:
     (model,) = client.models()
     assert (model.name, model.layers) == (tiny_model_directory.name, 2)

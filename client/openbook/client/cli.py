@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from openbook.client.asks import Budget, Plan
-from openbook.client.cli_checks import count
+from openbook.client.cli_checks import capacity, count, doctor
 from openbook.client.cli_contexts import contexts_app
 from openbook.client.cli_options import Server, connect, read_ttl
 from openbook.client.console import (
@@ -43,7 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # they print local variables, which hold documents
 )
 app.add_typer(contexts_app, name="contexts")
-app.command()(count)
+for verb in (count, capacity, doctor):
+    app.command()(verb)
 
 
 def main() -> None:
