@@ -12,6 +12,7 @@ async_client.py  AsyncClient: the same, awaited        ── calls ──> open
   └─ errors.py    the error tree, and the table from the service's reasons to it
 cli.py       the `openbook` command; console.py what it prints
   ├─ cli_contexts.py  `openbook contexts`; cli_options.py what verbs share
+  ├─ interrupts.py    Ctrl-C
   └─ cli_checks.py    count, capacity (capacity.py), doctor (doctor.py)
 demo.py      `openbook demo`; demo_model.py finds its model
 """

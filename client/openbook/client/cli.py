@@ -22,7 +22,6 @@ from openbook.client.cli_contexts import contexts_app
 from openbook.client.cli_options import Server, connect, read_ttl
 from openbook.client.console import (
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
     EXIT_USAGE,
     fail,
     ingest_progress,
@@ -30,6 +29,7 @@ from openbook.client.console import (
     print_fields,
     write_pieces,
 )
+from openbook.client.interrupts import interruptible
 from openbook.client.views import Layout, Result
 
 COMMANDS_GROUP = "openbook.commands"
@@ -72,6 +72,7 @@ def _root(
 
 
 @app.command()
+@interruptible
 def ingest(
     file: Annotated[Path, typer.Argument(help="A UTF-8 text file; - reads standard input.")],
     server: Server = "localhost:50051",
@@ -102,26 +103,27 @@ def ingest(
         reading = context_id
         console.print(f"being read as {context_id}", highlight=False, soft_wrap=True)
 
-    with one_line_errors(server), connect(server) as client:
-        try:
-            with ingest_progress(console) as show:
-                context_id = client.ingest(
-                    document,
-                    display_name=name,
-                    layout=layout,
-                    ttl=_ingest_ttl(ttl),
-                    on_accepted=accepted,
-                    on_progress=show,
-                )
-        except KeyboardInterrupt:
-            if not reading:
-                raise
-            stop = f"`openbook contexts delete {reading}` stops it"
-            fail(f"still being read as {reading}; {stop}", EXIT_INTERRUPTED)
+    def interrupted() -> str:
+        if not reading:
+            return "interrupted"
+        stop = f"`openbook contexts delete {reading}` stops it"
+        return f"still being read as {reading}; {stop}"
+
+    with one_line_errors(server, interrupted=interrupted), connect(server) as client:
+        with ingest_progress(console) as show:
+            context_id = client.ingest(
+                document,
+                display_name=name,
+                layout=layout,
+                ttl=_ingest_ttl(ttl),
+                on_accepted=accepted,
+                on_progress=show,
+            )
     print(context_id)
 
 
 @app.command()
+@interruptible
 def ask(
     context_id: Annotated[str, typer.Argument(metavar="ID", help="The id that ingest printed.")],
     question: Annotated[

@@ -16,13 +16,22 @@ from rich.console import Console
 from openbook.client.capacity import STORED_SHARE
 from openbook.client.capacity import capacity as capacity_of
 from openbook.client.cli_options import Server, connect, read_size
-from openbook.client.console import EXIT_FAILED, one_line_errors, print_fields, printable, size
+from openbook.client.console import (
+    EXIT_FAILED,
+    fail,
+    one_line_errors,
+    print_fields,
+    printable,
+    size,
+)
 from openbook.client.errors import OpenbookError
+from openbook.client.interrupts import EXIT_INTERRUPTED, interruptible, is_interrupted
 from openbook.client.views import Layout
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+@interruptible
 def count(
     file: Annotated[Path, typer.Argument(help="A UTF-8 text file; - reads standard input.")],
     server: Server = "localhost:50051",
@@ -46,6 +55,7 @@ def count(
     print_fields(fields, Console())
 
 
+@interruptible
 def capacity(
     tokens: Annotated[int, typer.Option(help="Tokens of one context; see `openbook count`.")],
     server: Server = "localhost:50051",
@@ -79,6 +89,7 @@ def capacity(
     print_fields(fields, Console())
 
 
+@interruptible
 def doctor(
     server: Server = "localhost:50051",
     data: Annotated[
@@ -105,5 +116,7 @@ def doctor(
             except OpenbookError:  # which was told above
                 models = ()
             is_ok = told(examination.examine_data(data, models)) and is_ok
+    if is_interrupted():
+        fail("interrupted", EXIT_INTERRUPTED)
     if not is_ok:
         raise typer.Exit(EXIT_FAILED)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from openbook.client.cli_options import Server, connect, read_ttl
 from openbook.client.console import moment, one_line_errors, print_contexts, print_fields, size
+from openbook.client.interrupts import interruptible
 from openbook.client.views import ContextInfo
 
 ContextId = Annotated[str, typer.Argument(metavar="ID", help="The id that ingest printed.")]
@@ -24,6 +25,7 @@ contexts_app = typer.Typer(
 
 
 @contexts_app.command("list")
+@interruptible
 def list_contexts(server: Server = "localhost:50051", as_json: AsJson = False) -> None:
     """List the contexts, newest first: a table, or tab-separated lines where it is piped."""
     with one_line_errors(server), connect(server) as client:
@@ -36,6 +38,7 @@ def list_contexts(server: Server = "localhost:50051", as_json: AsJson = False) -
 
 
 @contexts_app.command()
+@interruptible
 def show(
     context_id: ContextId, server: Server = "localhost:50051", as_json: AsJson = False
 ) -> None:
@@ -49,6 +52,7 @@ def show(
 
 
 @contexts_app.command()
+@interruptible
 def touch(
     context_id: ContextId,
     ttl: Annotated[
@@ -63,6 +67,7 @@ def touch(
 
 
 @contexts_app.command()
+@interruptible
 def verify(
     context_id: ContextId, server: Server = "localhost:50051", as_json: AsJson = False
 ) -> None:
@@ -76,6 +81,7 @@ def verify(
 
 
 @contexts_app.command()
+@interruptible
 def delete(
     context_ids: Annotated[list[str], typer.Argument(metavar="ID...")],
     server: Server = "localhost:50051",

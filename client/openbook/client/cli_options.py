@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from openbook.client.client import Client
+from openbook.client.interrupts import close_when_interrupted
 
 Server = Annotated[str, typer.Option(envvar="OPENBOOK_SERVER", help="host:port of the service.")]
 
@@ -41,5 +42,7 @@ def read_size(text: str, option: str) -> int:
 
 
 def connect(server: str) -> Client:
-    """Return a client of `server` with the token of the environment, if there is one."""
-    return Client(server, token=os.environ.get("OPENBOOK_TOKEN") or None)
+    """Return a client of `server` with the token of the environment; Ctrl-C will close it."""
+    client = Client(server, token=os.environ.get("OPENBOOK_TOKEN") or None)
+    close_when_interrupted(client.close)
+    return client

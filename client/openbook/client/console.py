@@ -25,11 +25,11 @@ from rich.table import Table
 from rich.text import Text
 
 from openbook.client.errors import OpenbookError, Unavailable
+from openbook.client.interrupts import EXIT_INTERRUPTED, is_interrupted
 from openbook.client.views import ContextInfo, IngestProgress
 
 EXIT_FAILED = 1  # the service refused or failed
 EXIT_USAGE = 2  # the command was wrong, or something that it needs is missing
-EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and SIGINT's number, as a shell has it
 TICK_S = 10  # between the signs of life that are printed where there is no terminal
 
 
@@ -40,24 +40,35 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def one_line_errors(server: str = "") -> Iterator[None]:
-    """End the command with one line for what the caller or the service did wrong."""
+def one_line_errors(
+    server: str = "", *, interrupted: Callable[[], str] = lambda: "interrupted"
+) -> Iterator[None]:
+    """End the command with one line for what the caller or the service did wrong.
+
+    `interrupted` says what is to be said after Ctrl-C.
+    """
     try:
         yield
-    except Unavailable as error:
-        if error.reason:
-            fail(error.message, EXIT_FAILED)
+    except KeyboardInterrupt:
+        fail(interrupted(), EXIT_INTERRUPTED)
+    except Exception as error:
+        if is_interrupted():  # whatever failed, it failed because the client was closed
+            fail(interrupted(), EXIT_INTERRUPTED)
+        _fail_for(error, server)
+        raise
+
+
+def _fail_for(error: Exception, server: str) -> None:
+    """End the command for an error that is the caller's or the service's; return for others."""
+    if isinstance(error, Unavailable) and not error.reason:
         hint = "start one with `openbook serve`, or name another with --server"
         fail(f"no server answers at {server}; {hint}", EXIT_FAILED)
-    except OpenbookError as error:
+    if isinstance(error, OpenbookError):
         fail(error.message, EXIT_FAILED)
-    except ValueError as error:
+    if isinstance(error, ValueError):
         fail(str(error), EXIT_USAGE)
-    except KeyboardInterrupt:
-        fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        raise  # whoever read our output has left; typer ends quietly
-    except OSError as error:
+    # A BrokenPipeError says that whoever read our output has left; typer ends quietly.
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         where = f": {error.filename}" if error.filename else ""
         fail(f"{error.strerror or error}{where}", EXIT_USAGE)
 
