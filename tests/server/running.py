@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from openbook.server import app as server_app
 from openbook.server.errors import DOMAIN
 from openbook.server.settings import Settings
+from openbook.server.start import Prepared
 from openbook.server.valkey import EmbeddedValkey
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
@@ -134,6 +135,7 @@ class RunningServer:
         self.valkey: Any = EmbeddedValkey(data)
         given = {"data": data, "model": "fake", "listen": "127.0.0.1:0", "drain_s": 5, **settings}
         self.settings = Settings(**given)
+        self.token: bytes | None = None
         self.app: Any = None
         self.address = ""
         self._loop: Any = None
@@ -179,9 +181,10 @@ class RunningServer:
         self._told = asyncio.Event()
         self.valkey = await server_app.start_valkey(self.data, self.log)
         server = server_app.new_server()
+        held = Prepared(b"s" * 32, self.token)
         self.address = server_app.bind(server, self.settings.listen)
         self.app = server_app.App(
-            self.settings, b"s" * 32, self.model, self.engine,
+            self.settings, held, self.model, self.engine,
             valkey=self.valkey, read=self.reading, log=self.log,
         )  # fmt: skip
         await self.app.start(server)

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openbook.server import app, broker
 from openbook.server.app import StartRefused, bind
 from openbook.server.settings import Settings
+from openbook.server.start import Prepared
 from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2 as pb
 
@@ -189,7 +190,8 @@ def test_a_data_directory_of_another_shape_is_refused_in_one_line(data, monkeypa
     monkeypatch.setattr(app, "Engine", lambda model, **_: FakeEngine(model))
     (data / "uploads").write_text("put there after the start has looked")
     with pytest.raises(StartRefused, match="cannot be used") as refused:
-        app.run(Settings(data=data, model="fake", listen="127.0.0.1:0"), b"s" * 32)
+        settings = Settings(data=data, model="fake", listen="127.0.0.1:0")
+        app.run(settings, Prepared(b"s" * 32))
     assert "\n" not in str(refused.value)
 
 

@@ -5,8 +5,9 @@ import pytest
 from openbook.server.cores import usable_cores
 from openbook.server.settings import (
     SettingsInvalid,
+    address_of,
+    is_loopback,
     load_settings,
-    loopback_address,
     unknown_variables,
 )
 
@@ -101,17 +102,29 @@ def test_a_password_is_not_shown():
     ],
 )
 def test_loopback_addresses_are_served(listen, bound):
-    assert loopback_address(listen) == bound
+    assert address_of(listen) == bound and is_loopback(bound)
 
 
 @pytest.mark.parametrize(
     "listen",
-    ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1", "127.0.0.1", "127.0.0.1:", ":50051",
+    ["example.org:1", "127.0.0.1", "127.0.0.1:", ":50051",
      "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:x", "unix:/tmp/s", "", "127.0.0.1:\u0661"],
 )  # fmt: skip
-def test_other_addresses_are_refused(listen):
+def test_what_is_no_numeric_address_is_refused(listen):
     with pytest.raises(ValueError):
-        loopback_address(listen)
+        address_of(listen)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1"])
+def test_others_reach_a_server_only_with_a_token_and_over_tls(listen, tmp_path):
+    given = {"data": tmp_path, "model": "m", "listen": listen}
+    tls = {"tls_certificate": tmp_path / "c", "tls_key": tmp_path / "k"}
+    token = {"token_file": tmp_path / "t"}
+    for some in ({}, tls, token, token | {"tls_key": tmp_path / "k"}):
+        with pytest.raises(SettingsInvalid) as refused:
+            load_settings(given | some)
+        assert "\n" not in str(refused.value)
+    assert load_settings(given | tls | token).listen == listen
 
 
 def test_a_variable_that_is_no_setting_is_found():

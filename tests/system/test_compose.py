@@ -14,7 +14,7 @@ import grpc
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from openbook.server.settings import Settings, loopback_address
+from openbook.server.settings import Settings, address_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_service_is_reached_over_the_hosts_loopback_only() -> None:
     for name, service in compose()["services"].items():
         assert service["network_mode"] == "host", name
     listen = compose()["services"]["openbook"]["environment"]["OPENBOOK_LISTEN"]
-    assert loopback_address(re.sub(r"\$\{\w+:-(.*)\}", r"\1", listen)) == "127.0.0.1:50051"
+    assert address_of(re.sub(r"\$\{\w+:-(.*)\}", r"\1", listen)) == "127.0.0.1:50051"
     assert "127.0.0.1" in compose()["services"]["valkey"]["command"]
 
 

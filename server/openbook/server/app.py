@@ -33,6 +33,7 @@ from openbook.server.collector import Collector
 from openbook.server.decode_worker import DecodeWorker
 from openbook.server.directory import TENANT_ROOT
 from openbook.server.documents import Documents
+from openbook.server.gate import Gate
 from openbook.server.health import Health
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker, ReadDocument
@@ -45,7 +46,7 @@ from openbook.server.opened import OpenedContexts
 from openbook.server.requests import Parsing
 from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings
-from openbook.server.start import StartRefused, address_refused, check_address
+from openbook.server.start import Prepared, StartRefused, address_refused, check_address
 from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import (
@@ -71,12 +72,12 @@ OPTIONS = (
 )
 
 
-def run(settings: Settings, secret: bytes) -> int:
+def run(settings: Settings, held: Prepared) -> int:
     """Serve a held data directory until told to stop; return the exit code. Raises StartRefused."""
     _raise_descriptor_limit()
     log = open_log(sys.stderr)
     capture_libraries(log)
-    code = asyncio.run(_serve(settings, secret, log))
+    code = asyncio.run(_serve(settings, held, log))
     log.info("stopped")
     return code
 
@@ -86,10 +87,10 @@ def announce(address: str) -> None:
     print(f"openbook ready on {address}", flush=True)
 
 
-async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
+async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
     signals = _Signals(asyncio.get_running_loop())
     server = new_server()
-    address = bind(server, settings.listen)
+    address = bind(server, settings.listen, held.certificate)
     async with AsyncExitStack() as stack:
         valkey = None
         if settings.redis_url is None:
@@ -106,7 +107,7 @@ async def _serve(settings: Settings, secret: bytes, log: Log) -> int:
             question_tokens_max=settings.question_tokens_max,
         )
         try:
-            app = App(settings, secret, model, engine, valkey=valkey, read=worker.ingest, log=log)
+            app = App(settings, held, model, engine, valkey=valkey, read=worker.ingest, log=log)
             await app.start(server)
         except OSError as error:
             raise StartRefused(
@@ -124,7 +125,7 @@ class App:
     def __init__(
         self,
         settings: Settings,
-        secret: bytes,
+        held: Prepared,
         model: Model,
         engine: Engine,
         *,
@@ -132,6 +133,7 @@ class App:
         read: ReadDocument,
         log: Log,
     ) -> None:
+        secret = held.secret
         self._settings = settings
         self._log = log
         tenant_root = settings.data / TENANT_ROOT
@@ -183,6 +185,7 @@ class App:
             lives=lives,
             tenant_root=tenant_root,
             limits=_limits(settings),
+            gate=Gate(held.token),
             log=log,
         )
         self.health = Health(self.decode.is_alive)
@@ -276,14 +279,19 @@ def new_server() -> grpc.aio.Server:
     return grpc.aio.server(options=OPTIONS, interceptors=(Parsing(),))
 
 
-def bind(server: grpc.aio.Server, listen: str) -> str:
+def bind(
+    server: grpc.aio.Server, listen: str, certificate: tuple[bytes, bytes] | None = None
+) -> str:
     """Bind a server and return HOST:PORT with the port that was taken. Raises StartRefused.
 
     The address is tried by itself first: grpc says its own words on stderr when it cannot bind.
     """
     check_address(listen)
     try:
-        port = server.add_insecure_port(listen)
+        if certificate is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, grpc.ssl_server_credentials([certificate]))
     except RuntimeError as error:
         raise address_refused(listen) from error
     return f"{listen.rpartition(':')[0]}:{port}"

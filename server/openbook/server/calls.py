@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from openbook.server.errors import DeadlinePassed, WireError, describe, is_fault
+from openbook.server.gate import Gate
 from openbook.server.logs import Log, fault_fields
 from openbook.server.requests import sound
 
@@ -28,6 +29,7 @@ class HasCalls(Protocol):
     """What a servicer offers to its calls."""
 
     log: Log
+    gate: Gate
     running: int  # calls under way that a stop waits for
 
     def deadline_s(self, method: str) -> float:
@@ -49,6 +51,7 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
         weight = 0 if method in NOT_WAITED_FOR else 1
         self.running += weight
         try:
+            self.gate.check(rpc.invocation_metadata())
             answer = await _in_time(self, handler, request, rpc)
             status = "OK"
             return answer

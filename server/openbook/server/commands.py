@@ -18,6 +18,7 @@ import typer
 
 if TYPE_CHECKING:
     from openbook.server.settings import Settings
+    from openbook.server.start import Prepared
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -31,13 +32,11 @@ def serve(
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(help="Loopback HOST:PORT; port 0: any free one. [default: 127.0.0.1:50051]"),
+        typer.Option(help="HOST:PORT; port 0: any free one. [default: 127.0.0.1:50051]"),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH", help="Directory of the contexts; made with mode 0700. Required."
-        ),
+        typer.Option(metavar="PATH", help="Directory of the contexts, made 0700. Required."),
     ] = None,
     model: Annotated[
         str | None,
@@ -58,6 +57,13 @@ def serve(
         str | None,
         typer.Option(help="redis://, rediss:// or unix:// URL. [default: an embedded Valkey]"),
     ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="File of the token that callers must show. [default: none]")
+    ] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option(help="PEM certificate, with --tls-key. [default: none]")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM private key. [default: none]")] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Stored keys and values. [default: float16]")
     ] = None,
@@ -65,8 +71,9 @@ def serve(
         str | None, typer.Option(help="For measurement: force scan or graph on every head.")
     ] = None,
 ) -> None:
-    """Serve contexts over gRPC on a loopback address.
+    """Serve contexts over gRPC.
 
+    An address that other machines can reach needs a token and TLS.
     Every option may also be set by an environment variable: OPENBOOK_ and its name in capitals.
     Prints `openbook ready on HOST:PORT` on stdout once it answers. Stops on SIGTERM or Ctrl-C.
     """
@@ -76,26 +83,27 @@ def serve(
     given = {
         "role": role, "listen": listen, "data": data, "model": model, "device": device,
         "dtype": dtype, "rope_scale": rope_scale, "threads": threads, "redis_url": redis_url,
-        "kv_dtype": kv_dtype, "plan": plan,
+        "kv_dtype": kv_dtype, "plan": plan, "token_file": token_file,
+        "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     try:
         settings = load_settings(given)
         for name in unknown_variables(os.environ):
             print(f"openbook: {name} is not a setting; ignored", file=sys.stderr)
-        with prepared(settings) as secret:
-            _run(settings, secret)
+        with prepared(settings) as held:
+            _run(settings, held)
     except (SettingsInvalid, StartRefused) as refusal:
         _tell(refusal)
         raise typer.Exit(EXIT_REFUSED) from None
 
 
-def _run(settings: Settings, secret: bytes) -> NoReturn:
+def _run(settings: Settings, held: Prepared) -> NoReturn:
     """Serve, and end the process at once: unloading the model libraries takes seconds."""
     from openbook.server.app import run
     from openbook.server.start import StartRefused
 
     try:
-        code = run(settings, secret)
+        code = run(settings, held)
     except StartRefused as refusal:
         _tell(refusal)
         code = EXIT_REFUSED

@@ -8,6 +8,7 @@
     │   ├── PageTokenInvalid
     │   ├── DocumentOversized, ChunkOversized
     │   └── DigestMismatch
+    ├── Unauthenticated
     ├── ModelUnknown, ContextUnknown
     ├── ContextNotReady, ContextFailed, ContextInUse
     ├── IngestQueueFull, AsksFull, OpenedFull, ReaderStalled
@@ -100,6 +101,13 @@ class DigestMismatch(RequestRefused):
 
     def __init__(self) -> None:
         super().__init__("the document's SHA-256 is not the one in the metadata")
+
+
+class Unauthenticated(ServerError):
+    """The caller has not shown the token; says nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__("this server wants a bearer token, and the one given is not it")
 
 
 class ModelUnknown(ServerError):
@@ -261,6 +269,7 @@ TABLE: Mapping[type[Exception], Row] = {
     DocumentOversized: Row(Code.INVALID_ARGUMENT, "DOCUMENT_OVERSIZED", ("limit",)),
     ChunkOversized: Row(Code.INVALID_ARGUMENT, "CHUNK_OVERSIZED", ("bytes", "limit")),
     DigestMismatch: Row(Code.INVALID_ARGUMENT, "DIGEST_MISMATCH"),
+    Unauthenticated: Row(Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
     ModelUnknown: Row(Code.NOT_FOUND, "MODEL_UNKNOWN"),
     ContextUnknown: Row(Code.NOT_FOUND, "CONTEXT_UNKNOWN"),
     ContextNotReady: Row(Code.FAILED_PRECONDITION, "CONTEXT_NOT_READY"),

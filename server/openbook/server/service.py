@@ -34,6 +34,7 @@ from openbook.server.errors import (
     Draining,
     ReaderStalled,
 )
+from openbook.server.gate import Gate
 from openbook.server.ingests import Ingests
 from openbook.server.lives import Lives
 from openbook.server.logs import Log
@@ -84,9 +85,11 @@ class ContextService(rpcs.ContextServiceServicer):
         lives: Lives,
         tenant_root: Path,
         limits: Limits,
+        gate: Gate,
         log: Log,
     ) -> None:
         self.log = log
+        self.gate = gate
         self.running = 0
         self.is_draining = False
         self._model = model

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from openbook.server.cores import usable_cores
@@ -59,6 +59,9 @@ class Settings(BaseSettings):
     rope_scale: Annotated[float, Field(ge=1, le=64, allow_inf_nan=False)] = 1.0
     threads: Annotated[int, Field(ge=1, le=1024)] = Field(default_factory=usable_cores)
     redis_url: SecretStr | None = None
+    token_file: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
     kv_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     plan: Literal["scan", "graph"] | None = None
 
@@ -97,7 +100,19 @@ class Settings(BaseSettings):
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, listen: str) -> str:
-        return loopback_address(listen)
+        return address_of(listen)
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Settings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together")
+        is_private = self.tls_key is not None and self.token_file is not None
+        if not is_private and not is_loopback(self.listen):
+            raise ValueError(
+                "listen: an address that others can reach needs tls_certificate, tls_key and "
+                "token_file; without them only loopback is served, such as 127.0.0.1"
+            )
+        return self
 
     @field_validator("redis_url")
     @classmethod
@@ -145,8 +160,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
 
 
-def loopback_address(listen: str) -> str:
-    """Return `listen` as HOST:PORT with a numeric host; raise ValueError unless it is loopback."""
+def address_of(listen: str) -> str:
+    """Return `listen` as HOST:PORT with a numeric host. Raises ValueError."""
     host, separator, port = listen.rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("must be HOST:PORT with a port from 0 to 65535")
@@ -156,7 +171,10 @@ def loopback_address(listen: str) -> str:
     try:
         address = ipaddress.ip_address(bare)
     except ValueError:
-        raise ValueError("the host must be a loopback address, such as 127.0.0.1") from None
-    if not address.is_loopback:
-        raise ValueError("only loopback addresses are served, such as 127.0.0.1")
+        raise ValueError("the host must be a numeric address, such as 127.0.0.1") from None
     return f"[{address}]:{int(port)}" if address.version == 6 else f"{address}:{int(port)}"
+
+
+def is_loopback(listen: str) -> bool:
+    """Tell whether only this machine can reach HOST:PORT, as `address_of` gives it."""
+    return ipaddress.ip_address(listen.rpartition(":")[0].strip("[]")).is_loopback

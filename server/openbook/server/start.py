@@ -1,7 +1,7 @@
 """What can keep a server from starting, found before the model libraries are loaded.
 
-Owns the order of these checks: address, data directory, secret. The libraries alone take seconds,
-and a person who mistyped a path should not wait for them.
+Owns the order of these checks: address, token and certificate, data directory, secret. The
+libraries alone take seconds, and a person who mistyped a path should not wait for them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from openbook.server.access import AccessRefused, load_certificate, load_token
 from openbook.server.directory import DataDirectoryRefused, open_data_directory
 from openbook.server.identity import load_secret
 from openbook.server.settings import Settings
@@ -20,11 +22,30 @@ class StartRefused(Exception):
     """The server cannot start as told; the text is for a person."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a server needs besides its settings: secrets, all of it.
+
+    Without a token everybody may call. `certificate` is the private key and the chain, PEM.
+    """
+
+    secret: bytes
+    token: bytes | None = None
+    certificate: tuple[bytes, bytes] | None = None
+
+
 @contextmanager
-def prepared(settings: Settings) -> Iterator[bytes]:
-    """Hold the data directory and give its secret. Raises StartRefused."""
+def prepared(settings: Settings) -> Iterator[Prepared]:
+    """Hold the data directory and read what is secret. Raises StartRefused."""
     os.umask(0o077)
     check_address(settings.listen)
+    try:
+        token = load_token(settings.token_file) if settings.token_file else None
+        certificate = None
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            certificate = load_certificate(settings.tls_certificate, settings.tls_key)
+    except AccessRefused as error:
+        raise StartRefused(str(error)) from error
     try:
         lock = open_data_directory(settings.data)
     except DataDirectoryRefused as error:
@@ -34,7 +55,7 @@ def prepared(settings: Settings) -> Iterator[bytes]:
             secret = load_secret(settings.data)
         except DataDirectoryRefused as error:
             raise StartRefused(str(error)) from error
-        yield secret
+        yield Prepared(secret, token, certificate)
 
 
 def check_address(listen: str) -> None:

@@ -1,0 +1,54 @@
+"""The files that decide who may call: the token, the certificate and its key.
+
+Owns what is taken for one. It knows nothing of calls (gate.py) and imports nothing that takes long:
+a start that must be refused is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+from openbook.server.directory import read_regular
+
+TOKEN = re.compile(rb"[!-~]{32,512}")  # what a header may carry; too long to be guessed
+FILE_BYTES_MAX = 1 << 20
+
+
+class AccessRefused(Exception):
+    """A token or certificate cannot be used; the text is one line for a person."""
+
+
+def load_token(path: Path) -> bytes:
+    """Return the token in a file, white space around it dropped. Raises AccessRefused."""
+    token = _secret_file(path, "token").strip()
+    if TOKEN.fullmatch(token) is None:
+        raise AccessRefused(f"the token in {path} must be 32 to 512 printable ASCII characters")
+    return token
+
+
+def load_certificate(certificate: Path, key: Path) -> tuple[bytes, bytes]:
+    """Return the private key and the chain of two PEM files. Raises AccessRefused."""
+    private = _secret_file(key, "key")
+    chain = _file(certificate, "certificate")
+    if b"PRIVATE KEY-----" not in private or b"-----BEGIN CERTIFICATE-----" not in chain:
+        raise AccessRefused(f"{certificate} and {key} must be a PEM certificate and its key")
+    return private, chain
+
+
+def _secret_file(path: Path, what: str) -> bytes:
+    content = _file(path, what)
+    if stat.S_IMODE(path.stat().st_mode) & 0o037:
+        raise AccessRefused(f"the {what} {path} is open to other users; run: chmod 600 {path}")
+    return content
+
+
+def _file(path: Path, what: str) -> bytes:
+    try:
+        content = read_regular(path.resolve(), bytes_max=FILE_BYTES_MAX)  # mounts are often links
+    except OSError as error:
+        raise AccessRefused(f"the {what} {path} cannot be read: {error.strerror}") from error
+    if content is None:
+        raise AccessRefused(f"the {what} {path} is not a regular file, or far too large")
+    return content
