@@ -62,6 +62,9 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
         self.page_size = 2
         self.failed_ingest: pb.ContextError | None = None
         self.is_known_answered_early = False
+        self.is_upload_held = False
+        self.upload_begun = threading.Event()
+        self.upload_ended = threading.Event()
         self.is_watch_cut = False
         self.is_watch_held = False
         self.watch_ended = threading.Event()
@@ -85,6 +88,10 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
 
     def IngestContext(self, request_iterator, rpc):  # noqa: N802
         self._enter("IngestContext", rpc)
+        if self.is_upload_held:
+            rpc.add_callback(self.upload_ended.set)
+            self.upload_begun.set()
+            self.upload_ended.wait(timeout=30)  # until the caller goes away
         metadata = next(request_iterator).metadata
         known = self.contexts.get(f"contexts/{metadata.sha256.hex()[:32]}")
         if self.is_known_answered_early and known is not None:

@@ -78,6 +78,26 @@ def test_cancelled_ingest_stops_watching(fake: FakeServer) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_upload_ends_with_its_task_or_its_client(is_closed: bool, fake: FakeServer) -> None:
+    fake.service.is_upload_held = True
+
+    async def run() -> None:
+        client = AsyncClient(fake.address)
+        task = asyncio.create_task(client.ingest("Some text."))
+        assert await asyncio.to_thread(fake.service.upload_begun.wait, 10)
+        if is_closed:
+            await client.close()
+        else:
+            task.cancel()
+        with pytest.raises(errors.Cancelled if is_closed else asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(fake.service.upload_ended.wait, 10)
+        await client.close()
+
+    asyncio.run(run())
+
+
 def test_closing_the_client_ends_an_answer_as_cancelled(fake: FakeServer) -> None:
     async def run() -> None:
         client = AsyncClient(fake.address)
@@ -142,7 +162,7 @@ def test_file_is_closed_after_its_reading_was_cancelled(fake: FakeServer, tmp_pa
 def test_refusal_before_the_end_of_a_large_upload_keeps_its_reason(fake: FakeServer) -> None:
     async def run() -> None:
         async with AsyncClient(fake.address) as client:
-            for _ in range(10):
+            for _ in range(30):
                 fake.service.refuse(
                     "IngestContext", Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STORE_FULL")
                 )

@@ -1,11 +1,11 @@
 """The client for an event loop: Client's methods, awaited.
 
 Knows: the calls of openbook.v1 on grpc.aio. Does not know: terminals. Everything but the waiting is
-shared with Client; files are read in threads, so that the loop never waits for a disk.
+shared with Client; files are read and sent by threads, so that the loop never waits for a disk.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,8 +14,14 @@ import grpc
 
 from openbook.client.answer import AsyncAnswer, cancelled
 from openbook.client.asks import Budget, Plan, ask_request
-from openbook.client.channel import Tls, call_metadata, check_address, open_async_channel
-from openbook.client.errors import from_rpc
+from openbook.client.channel import (
+    Tls,
+    call_metadata,
+    check_address,
+    open_async_channel,
+    open_channel,
+)
+from openbook.client.errors import WORDS, Cancelled, from_rpc
 from openbook.client.requests import (
     UNARY_TIMEOUT_S,
     Deadline,
@@ -27,6 +33,7 @@ from openbook.client.requests import (
     plain_id,
     settled_id,
     update_request,
+    upload_requests,
 )
 from openbook.client.retries import SERVICE_CONFIG, Tries
 from openbook.client.uploads import Document, Upload, opened
@@ -58,6 +65,7 @@ class AsyncClient:
         self._address = address
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
+        self._uploads: set[grpc.Future[pb.IngestContextResponse]] = set()
 
     async def ingest(
         self,
@@ -169,6 +177,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls under way end as cancelled."""
+        for upload in self._uploads:
+            upload.cancel()
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -212,27 +222,41 @@ class AsyncClient:
         self, metadata: pb.IngestContextRequest.Metadata, upload: Upload, deadline: Deadline
     ) -> pb.Context:
         """Send the document and return the context that the service made or found."""
-
-        async def requests() -> AsyncIterator[pb.IngestContextRequest]:
-            yield pb.IngestContextRequest(metadata=metadata)
-            chunks = upload.chunks()
-            while chunk := await asyncio.to_thread(next, chunks, b""):
-                yield pb.IngestContextRequest(chunk=chunk)
-
         tries = Tries(deadline)
         while True:
             try:
-                response: pb.IngestContextResponse = await self._stub().IngestContext(
-                    requests(), timeout=deadline.left(), metadata=self._metadata
-                )
-                return response.context
+                return await self._sent(upload_requests(metadata, upload), deadline.left())
             except grpc.RpcError as error:
                 if upload.failure is not None:  # the file could not be read to its end
                     raise upload.failure from error
                 pause_s = tries.pause_s(error)
-            except asyncio.CancelledError as error:
-                raise cancelled(error) from error
             await asyncio.sleep(pause_s)
+
+    async def _sent(
+        self, requests: Iterator[pb.IngestContextRequest], timeout: float | None
+    ) -> pb.Context:
+        """Send an ingest from gRPC's own thread, over a connection of its own.
+
+        grpc.aio loses the service's status when a message cannot be sent because the service has
+        already answered, and so a refusal of a long document would read as a fault.
+        """
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        channel = open_channel(self._address, tls=self._tls, service_config=SERVICE_CONFIG)
+        stub = contexts_pb2_grpc.ContextServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.IngestContext.future(requests, timeout=timeout, metadata=self._metadata)
+        self._uploads.add(call)
+        try:
+            call.add_done_callback(lambda _: loop.call_soon_threadsafe(over.set))
+            await over.wait()
+            response: pb.IngestContextResponse = call.result()
+            return response.context
+        except grpc.FutureCancelledError as error:
+            raise Cancelled(WORDS[Cancelled], status="CANCELLED") from error
+        finally:
+            self._uploads.discard(call)
+            call.cancel()  # the task may be what ends
+            await asyncio.to_thread(channel.close)
 
     async def _watch(
         self, name: str, on_progress: Callable[[IngestProgress], None] | None, deadline: Deadline

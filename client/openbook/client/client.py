@@ -25,6 +25,7 @@ from openbook.client.requests import (
     plain_id,
     settled_id,
     update_request,
+    upload_requests,
 )
 from openbook.client.retries import SERVICE_CONFIG, Tries
 from openbook.client.uploads import Document, Upload, opened
@@ -230,17 +231,13 @@ class Client:
         self, metadata: pb.IngestContextRequest.Metadata, upload: Upload, deadline: Deadline
     ) -> pb.Context:
         """Send the document and return the context that the service made or found."""
-
-        def requests() -> Iterator[pb.IngestContextRequest]:
-            yield pb.IngestContextRequest(metadata=metadata)
-            for chunk in upload.chunks():
-                yield pb.IngestContextRequest(chunk=chunk)
-
         tries = Tries(deadline)
         while True:
             try:
                 response: pb.IngestContextResponse = self._stub.IngestContext(
-                    requests(), timeout=deadline.left(), metadata=self._metadata
+                    upload_requests(metadata, upload),
+                    timeout=deadline.left(),
+                    metadata=self._metadata,
                 )
                 return response.context
             except grpc.RpcError as error:

@@ -158,6 +158,8 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     "DOCUMENT_OVERSIZED": DocumentTooLong,
     "DOCUMENT_TOO_LONG": DocumentTooLong,
     "QUESTION_TOO_LONG": QuestionTooLong,
+    # who asks
+    "UNAUTHENTICATED": NotAllowed,
     # what it names
     "CONTEXT_UNKNOWN": NotFound,
     "MODEL_UNKNOWN": NotFound,

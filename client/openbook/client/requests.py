@@ -6,6 +6,7 @@ Knows: the messages of openbook.v1. Does not know: channels, or whether a call b
 import math
 import re
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
@@ -89,6 +90,15 @@ def describe(metadata: pb.IngestContextRequest.Metadata, upload: Upload) -> None
     """Put into the first message what only the opened document tells."""
     metadata.display_name = metadata.display_name or upload.name
     metadata.sha256 = upload.sha256
+
+
+def upload_requests(
+    metadata: pb.IngestContextRequest.Metadata, upload: Upload
+) -> Iterator[pb.IngestContextRequest]:
+    """Yield the messages of an ingest, one chunk in memory at a time."""
+    yield pb.IngestContextRequest(metadata=metadata)
+    for chunk in upload.chunks():
+        yield pb.IngestContextRequest(chunk=chunk)
 
 
 def update_request(context_id: str, ttl: Ttl | None) -> pb.UpdateContextRequest:
