@@ -74,6 +74,7 @@ class Ingests:
         self._uploads_max = uploads_max
         self._store_bytes_max = store_bytes_max
         self._uploads = 0  # under way
+        self._saving: set[asyncio.Task[None]] = set()
         self._storing = 0  # accepted, not in line yet
         self._log = log
         self._clock = clock
@@ -222,10 +223,14 @@ class Ingests:
             await asyncio.to_thread(self._lives.save, context_id)
         return entry
 
-    async def use(self, context_id: str) -> None:
-        """Note that a context is used now, so that it lives on."""
-        if not self._lives.use(context_id):
-            return
+    def use(self, context_id: str) -> None:
+        """Note that a context is used now, so that it lives on; no caller waits for the disk."""
+        if self._lives.use(context_id):
+            saving = asyncio.create_task(self._save_life(context_id))
+            self._saving.add(saving)  # the loop itself keeps no task alive
+            saving.add_done_callback(self._saving.discard)
+
+    async def _save_life(self, context_id: str) -> None:
         async with self._catalog.changing(context_id):
             if self._catalog.find(context_id) is not None:
                 with suppress(OSError):  # a full disk must not fail an ask

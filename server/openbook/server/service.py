@@ -139,7 +139,7 @@ class ContextService(rpcs.ContextServiceServicer):
         if first.metadata.HasField("ttl"):
             await self._ingests.set_ttl(entry.context_id, seconds)
         else:
-            await self._ingests.use(entry.context_id)
+            self._ingests.use(entry.context_id)
         return pb.IngestContextResponse(context=self._message(entry))
 
     @served
@@ -186,7 +186,7 @@ class ContextService(rpcs.ContextServiceServicer):
         context_id = parse_name(request.context)
         spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
         entry = self._readable(context_id)
-        await self._ingests.use(context_id)
+        self._ingests.use(context_id)
         answer = self._decode.answer(
             spec,
             context_id,
