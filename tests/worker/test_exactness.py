@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from openbook.indexstore.build import IndexParams, build_head
-from openbook.indexstore.head import EXACT, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.graph import reachable_keys
+from openbook.indexstore.head import EXACT, Budget, HeadIndex, HeadPlan, PlanKind
 from openbook.indexstore.plan import plan_head
 from openbook.worker import decode, window
 from openbook.worker.capture import exact_top_k
@@ -81,11 +82,12 @@ def our_logits(
     answer: list[int],
     *,
     budget: Budget = EXACT,
+    plan: PlanKind | None = None,
     spy: Callable[[Sequence], None] = lambda _: None,
 ) -> torch.Tensor:
     """Run a question and then given answer ids; return logits (len(answer), vocabulary)."""
     runner = Runner(model, Retrieval(threads=1), clock=time.monotonic)
-    sequence = Sequence(model, context, budget=budget)
+    sequence = Sequence(model, context, budget=budget, plan=plan)
     rows = []
     for first in range(0, len(question), BLOCK_TOKENS):
         block = question[first : first + BLOCK_TOKENS]
@@ -230,6 +232,31 @@ def test_case_b03_every_position_is_read_once_behind_a_long_question(
         assert sequence.window.keys[1].shape[1] == len(parts[0])
 
     assert_same(our_logits(model, context, question, oracle.ids, spy=covered), oracle)
+
+
+@pytest.mark.parametrize(
+    "document", [b" the" * 3000, b"17:03 node 7: disk full\n" * 120], ids=["one word", "one line"]
+)
+def test_case_b19_a_document_that_repeats_itself(
+    document: bytes,
+    tiny_model: Tiny,
+    tiny_directory: TinyDirectory,
+    read_context: ReadContext,
+    opened: Opened,
+) -> None:
+    model = tiny_model("llama", 9, 3)
+    context = opened(model, read_context(model, document))
+    assert context.token_count > 1000
+    for head in (head for layer in context.heads for head in layer):
+        assert reachable_keys(head.graph, int(head.entries[0])) == head.middle_tokens
+    prompt = [*_context_ids(model, document), *QUESTION.tolist()]
+    oracle = ask_oracle(tiny_directory("llama", 9, 3), prompt, 12)
+    assert_same(our_logits(model, context, QUESTION, oracle.ids), oracle)
+    graph, scan = (
+        our_logits(model, context, QUESTION, oracle.ids, budget=Budget(), plan=plan)
+        for plan in ("graph", "scan")
+    )
+    assert float((graph - scan).abs().max()) < 0.02
 
 
 def test_case_b09_question_as_one_block_or_token_by_token(
