@@ -34,7 +34,7 @@ from openbook.server.decode_worker import DecodeWorker
 from openbook.server.directory import TENANT_ROOT
 from openbook.server.documents import Documents
 from openbook.server.gate import Gate
-from openbook.server.health import Health
+from openbook.server.health import Health, part_checks
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker, ReadDocument
 from openbook.server.ingests import Ingests
@@ -188,7 +188,8 @@ class App:
             gate=Gate(held.token),
             log=log,
         )
-        self.health = Health(self.decode.is_alive)
+        checks = part_checks(settings.data, self.broker.answers)
+        self.health = Health(self.decode.is_alive, checks)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: grpc.aio.Server) -> None:

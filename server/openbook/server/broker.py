@@ -71,6 +71,14 @@ class Broker:
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
+    async def answers(self) -> bool:
+        """Tell whether Redis answers now, or did not a moment ago."""
+        try:
+            await self.command("PING")
+        except BrokerAway:
+            return False
+        return True
+
     async def _bounded(self, words: tuple[str | int | float, ...]) -> Any:
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):

@@ -29,6 +29,7 @@ FOLDERS = (
 )
 FILES = ("lock", SECRET_NAME, "secret.new", "valkey.log")
 SOCKET_NAME = "valkey.sock"
+FREE_BYTES_LEAST = 64 << 20  # with less, the next document will not be stored
 LOST_AND_FOUND = "lost+found"  # in the top of every ext4 file system
 OWN_NAMES = frozenset({*FOLDERS, *FILES, SOCKET_NAME, LOST_AND_FOUND})
 
@@ -141,6 +142,29 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def takes_writes(directory: Path) -> bool:
+    """Tell whether a file can be written in `directory`, with some room to spare. May block.
+
+    It is tried with a file that has no name, where the system has such (Linux).
+    """
+    try:
+        free = os.statvfs(directory)
+        if free.f_bavail * free.f_frsize < FREE_BYTES_LEAST:
+            return False
+        nameless = getattr(os, "O_TMPFILE", None)
+        if nameless is None:
+            return os.access(directory, os.W_OK)
+        descriptor = os.open(directory, nameless | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        return os.write(descriptor, b"x") == 1
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:
