@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import grpc
 
+from openbook.indexstore.errors import StoreWriteFailed
 from openbook.server.collector import Collector
 from openbook.v1 import contexts_pb2 as pb
 
@@ -86,6 +87,22 @@ def test_a_context_is_never_removed_while_it_answers(server):
     until(lambda: not server.app.decode.asks_running)
     look(server)
     assert names(server) == set()
+
+
+def test_a_context_that_cannot_be_removed_keeps_no_other(server):
+    stuck, other = (active(server, document(i), ttl={"nanos": i}) for i in (1, 2))
+    genuine = server.app.ingests.delete
+
+    async def delete(context_id):
+        if stuck.name.endswith(context_id):
+            raise StoreWriteFailed("manifest.json", "injected")
+        await genuine(context_id)
+
+    lives = server.app.collector._lives
+    collector = Collector(server.app.catalog, lives, delete=delete, bytes_max=None, log=server.log)
+    server.call(collector.look)
+    assert names(server) == {stuck.name}
+    assert "collect_failed" in server.log.names()
 
 
 def test_a_document_being_read_does_not_expire(server):

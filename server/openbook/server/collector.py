@@ -17,7 +17,7 @@ from openbook.server.catalog import Catalog, State
 from openbook.server.errors import ContextInUse, ContextUnknown
 from openbook.server.ingests import stored_bytes
 from openbook.server.lives import Lives
-from openbook.server.logs import Log
+from openbook.server.logs import Log, fault_fields
 
 LOOK_S = 5.0
 
@@ -65,4 +65,7 @@ class Collector:
             await self._delete(context_id)
         except (ContextInUse, HeldElsewhere, ContextUnknown):
             return  # in use, or gone meanwhile: the next look sees
+        except Exception as error:  # one that cannot be removed must not keep the others
+            self._log.error("collect_failed", context=context_id, **fault_fields(error))
+            return
         self._log.info("context_collected", context=context_id, why=why)

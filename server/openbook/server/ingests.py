@@ -317,5 +317,5 @@ class Ingests:
 
 
 def stored_bytes(catalog: Catalog) -> int:
-    """Return how many bytes the contexts on disk have, those that were being removed not."""
+    """Return how many bytes the contexts on disk have; one that is being removed counts no more."""
     return sum(entry.bytes for entry in catalog.entries())
