@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ import grpc
 from openbook.server.errors import DeadlinePassed, WireError, describe, is_fault
 from openbook.server.gate import Gate
 from openbook.server.logs import Log, fault_fields
-from openbook.server.requests import sound
+from openbook.server.requests import received
 
 NOT_WAITED_FOR = ("WatchContext",)  # only looks on; its caller looks again after a restart
 
@@ -48,8 +49,6 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
         method = handler.__name__
         started = time.monotonic()
         status = "CANCELLED"
-        weight = 0 if method in NOT_WAITED_FOR else 1
-        self.running += weight
         try:
             self.gate.check(rpc.invocation_metadata())
             answer = await _in_time(self, handler, request, rpc)
@@ -63,7 +62,6 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
             if is_fault(error):
                 self.log.error("call_failed", method=method, **fault_fields(error))
         finally:
-            self.running -= weight
             ms = round((time.monotonic() - started) * 1e3, 1)
             self.log.info("call", method=method, status=status, ms=ms)
         await abort(rpc, wire)
@@ -87,6 +85,17 @@ async def abort(rpc: Rpc, wire: WireError) -> None:
     await rpc.abort(wire.code, wire.text, trailing_metadata=wire.metadata())
 
 
+@contextmanager
+def _running(servicer: HasCalls, method: str) -> Iterator[None]:
+    """Count a call that a stop waits for: one whose request has come."""
+    weight = 0 if method in NOT_WAITED_FOR else 1
+    servicer.running += weight
+    try:
+        yield
+    finally:
+        servicer.running -= weight
+
+
 async def _in_time(
     servicer: Self, handler: Handler[Self, Answer], request: Any, rpc: Rpc
 ) -> Answer:
@@ -94,7 +103,9 @@ async def _in_time(
     limit_s = servicer.deadline_s(handler.__name__)
     try:
         async with asyncio.timeout(limit_s) as deadline:
-            return await handler(servicer, sound(request), rpc)
+            whole = await received(request)
+            with _running(servicer, handler.__name__):
+                return await handler(servicer, whole, rpc)
     except TimeoutError as error:
         if deadline.expired():
             raise DeadlinePassed(limit_s) from error
