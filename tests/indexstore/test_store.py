@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from openbook.indexstore import store as store_module
@@ -163,6 +164,22 @@ def test_context_in_use_is_not_deleted(context: Path) -> None:
         with pytest.raises(ContextInUse):
             delete(context, trash)
     delete(context, trash)
+
+
+def test_context_deleted_while_it_is_read_is_there_for_its_readers_alone(maker: Any) -> None:
+    path, trash = maker.context(), maker.root / ".trash"
+    with open_it(path) as reader:
+        before = reader.layer(1).heads[1].graph.copy()
+        delete(path, trash, even_if_read=True)
+        with pytest.raises(ContextMissing):
+            open_it(path)
+        assert sweep(maker.root) == [] and len(list(trash.iterdir())) == 1
+        assert publish(maker.draft(maker.fields()), path)  # the same one, read again
+        open_it(path).close()
+        assert np.array_equal(reader.layer(1).heads[1].graph, before)
+        reader.check()
+    assert len(sweep(maker.root)) == 1 and list(trash.iterdir()) == []
+    open_it(path).close()
 
 
 def test_context_without_manifest_can_be_deleted(context: Path) -> None:

@@ -203,6 +203,11 @@ class FakeEngine:
                 live = self._live[path] = (stored, [0])
             return FakeOpened(*live)
 
+    def retire(self, path: Path, context_id: str) -> None:
+        """Forget what is open at a path; claims on it stay."""
+        with self._lock:
+            self._live.pop(path, None)
+
     def submit(
         self,
         spec: Any,

@@ -99,7 +99,10 @@ def test_a_context_that_cannot_be_removed_keeps_no_other(server):
         await genuine(context_id)
 
     lives = server.app.collector._lives
-    collector = Collector(server.app.catalog, lives, delete=delete, bytes_max=None, log=server.log)
+    collector = Collector(
+        server.app.catalog, lives, delete=delete, sweep=server.app.ingests.sweep,
+        bytes_max=None, log=server.log,
+    )  # fmt: skip
     server.call(collector.look)
     assert names(server) == {stuck.name}
     assert "collect_failed" in server.log.names()
@@ -125,7 +128,8 @@ def test_over_its_bytes_the_store_drops_the_longest_unused_that_may_go(make_serv
     tight = Collector(
         server.app.catalog,
         collector._lives,
-        delete=server.app.ingests.delete,
+        delete=server.app.ingests.collect,
+        sweep=server.app.ingests.sweep,
         bytes_max=room,
         log=server.log,
     )

@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from openbook.indexstore.errors import ContextInUse
-from openbook.server import ingest_worker, ingests
 from openbook.server.documents import Documents
 from openbook.server.errors import StorageFull
 from openbook.v1 import contexts_pb2 as pb
@@ -238,119 +236,6 @@ def test_uploads_at_once_are_bounded_and_each_end_makes_room(make_server):
 def test_a_context_is_as_old_as_its_upload(server):
     context = active(server)
     assert server.reading.created_unix_s == [context.create_time.seconds]
-
-
-def test_a_deleted_context_is_gone_with_its_files_and_can_be_read_again(server):
-    context = active(server, display_name="Light")
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    request = pb.GetContextRequest(name=context.name)
-    assert refusal(lambda: server.stub.GetContext(request))[1] == "CONTEXT_UNKNOWN"
-    context_id = context.name.removeprefix("contexts/")
-    left = [path for path in server.data.rglob("*") if context_id in str(path)]
-    assert left == []
-    assert active(server).name == context.name
-    assert len(server.reading.calls) == 2
-
-
-def test_a_context_in_use_is_not_deleted_and_its_answer_goes_on(server):
-    context = active(server)
-    server.engine.gate.clear()
-    answer = ask(server, context.name, max_tokens=4)
-    until(lambda: server.engine.asks)
-    request = pb.DeleteContextRequest(name=context.name)
-    status, reason, _ = refusal(lambda: server.stub.DeleteContext(request))
-    assert (status, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_IN_USE")
-    server.engine.gate.set()
-    assert text_of(answer) == "who-0 who-1 who-2 who-3 "
-    server.stub.DeleteContext(request)
-
-
-def test_deleting_a_context_under_way_stops_its_reading(server):
-    server.reading.gate.clear()
-    context = ingest(server)
-    until(lambda: server.reading.calls)
-    watching = server.stub.WatchContext(pb.WatchContextRequest(name=context.name), timeout=20)
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    assert refusal(lambda: watching)[1] == "CONTEXT_UNKNOWN"
-    until(lambda: "ingest_cancelled" in server.log.names())
-    assert list((server.data / "uploads").iterdir()) == []
-    server.reading.gate.set()
-    assert active(server).name == context.name
-
-
-def test_a_context_deleted_and_uploaded_again_at_once_is_read(server):
-    server.reading.gate.clear()
-    context = ingest(server)
-    until(lambda: server.reading.calls)
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    assert ingest(server).name == context.name
-    server.reading.gate.set()
-    assert settle(server, context.name).state == pb.CONTEXT_STATE_ACTIVE
-
-
-def test_a_context_deleted_while_it_is_published_never_comes_back(make_server, monkeypatch):
-    server = make_server()
-    publishing = Held(monkeypatch, ingest_worker, "publish")
-    name = Documents.name
-
-    def name_late(*args):  # a deletion's last step: by now a publish that was under way has ended
-        publishing.left.wait(10)
-        threading.Event().wait(0.2)
-        name(*args)
-
-    context = ingest(server)
-    publishing.arrived.wait(10)
-    monkeypatch.setattr(Documents, "name", name_late)
-    publishing.open_soon()
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    assert_gone(server, context, make_server)
-
-
-def test_a_context_deleted_while_its_failure_is_noted_never_comes_back(make_server, monkeypatch):
-    server = make_server()
-    failing = Held(monkeypatch, Documents, "fail")
-    context = ingest(server, b" ")
-    failing.arrived.wait(10)
-    failing.open_soon()
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    failing.left.wait(10)
-    assert_gone(server, context, make_server)
-
-
-def test_a_context_deleted_while_it_is_stored_leaves_nothing(make_server, monkeypatch):
-    server = make_server()
-    keeping = Held(monkeypatch, Documents, "keep")
-    call = server.stub.IngestContext.future(upload(display_name="Light"))
-    keeping.arrived.wait(10)
-    (context,) = server.stub.ListContexts(pb.ListContextsRequest()).contexts
-    keeping.open_soon()
-    server.stub.DeleteContext(pb.DeleteContextRequest(name=context.name))
-    call.result(10)
-    assert_gone(server, context, make_server)
-
-
-def test_a_deletion_that_the_store_refuses_leaves_the_context(server, monkeypatch):
-    context = active(server)
-
-    def refuse(*_):
-        raise ContextInUse("elsewhere")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ingests, "delete", refuse)
-        request = pb.DeleteContextRequest(name=context.name)
-        assert refusal(lambda: server.stub.DeleteContext(request))[1] == "CONTEXT_IN_USE"
-    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
-
-
-def assert_gone(server, context, make_server):
-    """Hold that nothing of a context is left, now and after a restart."""
-    request = pb.GetContextRequest(name=context.name)
-    assert refusal(lambda: server.stub.GetContext(request))[1] == "CONTEXT_UNKNOWN"
-    server.stop()
-    context_id = context.name.removeprefix("contexts/")
-    assert [path for path in server.data.rglob("*") if context_id in str(path)] == []
-    again = make_server()
-    assert list(again.stub.ListContexts(pb.ListContextsRequest()).contexts) == []
 
 
 def full_disk(*_, **__):

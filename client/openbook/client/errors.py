@@ -9,7 +9,7 @@
     │   └── NotSupportedYet   a field or call that this server does not serve
     ├── NotFound
     ├── NotReady              the context or server is not in the state that the call needs
-    │   ├── ContextInUse      held open by an ask; delete it later
+    │   ├── ContextInUse      being deleted or replaced; try again later
     │   ├── FormatUnsupported stored by another version of openbook
     │   ├── ModelMismatch     stored under another model than the one that is served
     │   └── ModelUnsupported
@@ -93,7 +93,7 @@ class NotReady(OpenbookError):
 
 
 class ContextInUse(NotReady):
-    """The context is held open by an ask."""
+    """The context is being deleted or replaced, or another process of its server has it open."""
 
 
 class FormatUnsupported(NotReady):

@@ -175,13 +175,17 @@ def _adopt(manifest: Manifest, final: Path) -> None:
             raise AlreadyPublished(str(final), manifest.context_id, found)
 
 
-def delete(path: Path, trash: Path) -> None:
+def delete(path: Path, trash: Path, *, even_if_read: bool = False) -> None:
     """Remove the context at `path`, by way of the directory `trash` on the same file system.
 
-    Raises ContextMissing, ContextInUse while anyone has it open, ShardCorrupt when its manifest is
-    no regular file, StoreReadFailed, StoreWriteFailed.
+    Nobody can open it from then on. With `even_if_read` whoever has it open keeps it, and its files
+    wait in `trash` for a sweep that finds it closed; otherwise it is left alone while it is open.
+
+    Raises ContextMissing, ContextInUse (see above, or a second deletion at the same time),
+    ShardCorrupt when its manifest is no regular file, StoreReadFailed, StoreWriteFailed.
     """
     grave = trash / uuid.uuid4().hex
+    is_read = False
     try:
         fd = open_manifest(path)
     except ContextIncomplete:
@@ -189,7 +193,7 @@ def delete(path: Path, trash: Path) -> None:
     try:
         trash.mkdir(mode=MODE_DIRECTORY, parents=True, exist_ok=True)
         if fd is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_read = not _lock_for_deletion(fd, even_if_read=even_if_read)
             if not os.path.samestat(os.fstat(fd), os.stat(path / MANIFEST_NAME)):
                 raise ContextInUse(str(path))
         os.rename(path, grave)
@@ -203,7 +207,22 @@ def delete(path: Path, trash: Path) -> None:
     finally:
         if fd is not None:
             os.close(fd)
-    shutil.rmtree(grave, ignore_errors=True)
+    if not is_read:
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def _lock_for_deletion(fd: int, *, even_if_read: bool) -> bool:
+    """Lock a manifest against new readers; False when it has some that are to be left in peace.
+
+    Raises BlockingIOError when they are not.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not even_if_read:
+            raise
+        return False
+    return True
 
 
 def sweep(root: Path) -> list[Path]:

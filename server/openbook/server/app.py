@@ -1,6 +1,7 @@
-"""One server process: its parts put together, served, drained.
+"""One server process: started, served, drained.
 
-Owns the order of start and stop. It knows nothing of what a part does between the two.
+Owns the order of start and stop. What the parts are is in parts.py; it knows nothing of what a part
+does between the two.
 
 Start: address, Valkey, model, catalog, then ready; the data directory is held already (start.py).
 A stop by SIGTERM or Ctrl-C says NOT_SERVING, takes nothing new, lets running answers end, and gives
@@ -10,15 +11,11 @@ the rest back. A second signal does not wait for them.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,31 +24,15 @@ from typing import Any, NoReturn
 import grpc
 
 from openbook import worker
-from openbook.server.broker import Broker
-from openbook.server.catalog import Catalog
-from openbook.server.collector import Collector
-from openbook.server.decode_worker import DecodeWorker
-from openbook.server.directory import TENANT_ROOT
-from openbook.server.documents import Documents
-from openbook.server.gate import Gate
-from openbook.server.health import Health, part_checks
-from openbook.server.ingest_queue import IngestQueue
-from openbook.server.ingest_worker import IngestWorker, ReadDocument
-from openbook.server.ingests import Ingests
-from openbook.server.leases import LeaseKeeper, Leases
-from openbook.server.lives import Lives
 from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
-from openbook.server.naming import ContextNaming
-from openbook.server.opened import OpenedContexts
+from openbook.server.parts import Parts
 from openbook.server.requests import Parsing
-from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings
 from openbook.server.start import Prepared, StartRefused, address_refused, check_address
 from openbook.server.valkey import EmbeddedValkey, ValkeyFailed
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import (
     Engine,
-    IngestSettings,
     Model,
     ModelMissing,
     UnsupportedModel,
@@ -119,78 +100,8 @@ async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
         return await app.stop(server, signals.second)
 
 
-class App:
-    """The parts of a server over one loaded model."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        held: Prepared,
-        model: Model,
-        engine: Engine,
-        *,
-        valkey: EmbeddedValkey | None,
-        read: ReadDocument,
-        log: Log,
-    ) -> None:
-        secret = held.secret
-        self._settings = settings
-        self._log = log
-        tenant_root = settings.data / TENANT_ROOT
-        worker_id = _new_worker_id()
-        self.broker = Broker(_redis_url(settings, valkey), log=log, embedded=valkey)
-        leases = Leases(self.broker, worker_id=worker_id, ttl_s=settings.lease_ttl_s)
-        self.keeper = LeaseKeeper(leases, renew_every_s=settings.lease_ttl_s / 3)
-        store = hmac.digest(secret, b"store", "sha256").hex()[:16]
-        queue = IngestQueue(self.broker, store=store, worker_id=worker_id)
-        documents = Documents(settings.data, bytes_max=settings.document_bytes_max)
-        self.catalog = Catalog()
-        lives = _lives(settings)
-        self.opened = OpenedContexts(engine, self.keeper, bytes_max=settings.opened_bytes_max)
-        asks_max = settings.sequences_max + settings.asks_waiting_max
-        self.decode = DecodeWorker(engine, self.opened, asks_max=asks_max, log=log)
-        self.ingest_worker = IngestWorker(
-            model,
-            self.catalog,
-            documents,
-            queue,
-            tenant_root=tenant_root,
-            settings_for=self._ingest_settings,
-            read=read,
-            log=log,
-        )
-        self.ingests = Ingests(
-            ContextNaming(secret, model.fingerprint_for, kv_dtype=settings.kv_dtype),
-            self.catalog,
-            documents,
-            queue,
-            self.ingest_worker,
-            opened=self.opened,
-            lives=lives,
-            tenant_root=tenant_root,
-            model_name=model.name,
-            waiting_max=settings.ingests_waiting_max,
-            uploads_max=settings.uploads_max,
-            store_bytes_max=settings.store_bytes_max,
-            log=log,
-        )
-        bytes_max, delete = settings.store_bytes_max, self.ingests.delete
-        self.collector = Collector(self.catalog, lives, delete=delete, bytes_max=bytes_max, log=log)
-        self.service = ContextService(
-            model,
-            self.catalog,
-            documents,
-            self.ingests,
-            self.decode,
-            lives=lives,
-            tenant_root=tenant_root,
-            limits=_limits(settings),
-            gate=Gate(held.token),
-            log=log,
-        )
-        checks = part_checks(settings.data, self.broker.answers)
-        self.health = Health(self.decode.is_alive, checks)
-        self._tasks: list[asyncio.Task[None]] = []
+class App(Parts):
+    """A server over one loaded model, from its start to its stop."""
 
     async def start(self, server: grpc.aio.Server) -> None:
         """Read the disk, start the threads and serve."""
@@ -252,14 +163,6 @@ class App:
             except Exception as error:
                 self._log.error("task_failed", task=keep.__qualname__, **fault_fields(error))
                 await asyncio.sleep(1.0)
-
-    def _ingest_settings(self, layout: str) -> IngestSettings:
-        return IngestSettings(
-            layout=layout,
-            kv_dtype=self._settings.kv_dtype,
-            threads=self._settings.threads,
-            plan=self._settings.plan,
-        )
 
 
 class _Signals:
@@ -358,32 +261,6 @@ def _leave_at_once(valkey: EmbeddedValkey | None) -> NoReturn:
     if valkey is not None:
         valkey.stop()
     os._exit(0)
-
-
-def _redis_url(settings: Settings, valkey: EmbeddedValkey | None) -> str:
-    if valkey is not None:
-        return valkey.url
-    if settings.redis_url is None:
-        raise ValueError("without an embedded Valkey a Redis URL is needed")
-    return settings.redis_url.get_secret_value()
-
-
-def _new_worker_id() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _lives(settings: Settings) -> Lives:
-    ttl_s = settings.context_ttl_s
-    return Lives(settings.data, ttl_s=ttl_s, calendar=time.time, steady=time.monotonic)
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        answer_tokens_max=settings.answer_tokens_max,
-        ask_deadline_s=settings.ask_deadline_s,
-        call_deadline_s=settings.call_deadline_s,
-        ingest_deadline_s=settings.ingest_deadline_s,
-    )
 
 
 def _raise_descriptor_limit() -> None:

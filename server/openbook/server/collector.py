@@ -22,17 +22,27 @@ from openbook.server.logs import Log, fault_fields
 LOOK_S = 5.0
 
 Delete = Callable[[str], Awaitable[None]]
+Sweep = Callable[[], Awaitable[None]]
 
 
 class Collector:
     """Looks now and then for contexts that are to go."""
 
     def __init__(
-        self, catalog: Catalog, lives: Lives, *, delete: Delete, bytes_max: int | None, log: Log
+        self,
+        catalog: Catalog,
+        lives: Lives,
+        *,
+        delete: Delete,
+        sweep: Sweep,
+        bytes_max: int | None,
+        log: Log,
     ) -> None:
+        """Remove contexts by `delete`, and by `sweep` the files of those whose readers are done."""
         self._catalog = catalog
         self._lives = lives
         self._delete = delete
+        self._sweep = sweep
         self._bytes_max = bytes_max
         self._log = log
 
@@ -40,6 +50,7 @@ class Collector:
         """Look every few seconds, until cancelled."""
         while True:
             await self.look()
+            await self._sweep()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:

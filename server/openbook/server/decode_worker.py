@@ -138,13 +138,13 @@ class DecodeWorker:
         self._check_alive()
         self._admitted += 1
         try:
-            claim = await self._opened.acquire(context_id, path, size=size)
+            in_use = await self._opened.acquire(context_id, path, size=size)
             try:
-                async with aclosing(self._stream(spec, claim, asked_at)) as pieces:
+                async with aclosing(self._stream(spec, in_use.claim, asked_at)) as pieces:
                     async for piece in pieces:
                         yield piece
             finally:
-                self._opened.release(context_id, claim)
+                self._opened.release(in_use)
         finally:
             self._admitted -= 1
 

@@ -20,7 +20,7 @@ from openbook.indexstore.errors import ContextMissing, ShardCorrupt
 from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
-from openbook.server.errors import IngestQueueFull, StoreQuotaReached
+from openbook.server.errors import ContextInUse, IngestQueueFull, StoreQuotaReached
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker
 from openbook.server.lives import Lives
@@ -197,8 +197,18 @@ class Ingests:
         if limit is not None and stored_bytes(self._catalog) >= limit:
             raise StoreQuotaReached(limit)
 
-    async def delete(self, context_id: str) -> None:
-        """Remove a context, its upload and its name. Raises ContextUnknown or ContextInUse."""
+    async def collect(self, context_id: str) -> None:
+        """Remove a context that nobody uses. Raises ContextUnknown or ContextInUse."""
+        if self._opened.is_in_use(context_id):
+            raise ContextInUse()
+        await self.delete(context_id, even_if_read=False)
+
+    async def delete(self, context_id: str, *, even_if_read: bool = True) -> None:
+        """Remove a context, its upload and its name; answers under way go on to their end.
+
+        Raises ContextUnknown, and the store's ContextInUse if it is not to be removed while another
+        process has it open.
+        """
         entry = self._catalog.get(context_id)
         self._opened.let_go(context_id)
         self._worker.cancel(context_id)
@@ -207,13 +217,17 @@ class Ingests:
         self._catalog.remove(context_id)
         try:
             async with self._catalog.changing(context_id):
-                await asyncio.to_thread(self._clear, context_id)
+                await asyncio.to_thread(self._clear, context_id, even_if_read)
         except Exception as error:
             if self._catalog.find(context_id) is None:
                 is_unread = entry.state is State.CREATING  # and its reading was stopped
                 self._catalog.put(entry.failed(error) if is_unread else entry)
             raise
         self._log.info("context_deleted", context=context_id)
+
+    async def sweep(self) -> None:
+        """Remove the files of contexts that were deleted or replaced while they were read."""
+        await asyncio.to_thread(sweep, self._tenant_root.parent)
 
     async def set_ttl(self, context_id: str, ttl_s: float | None) -> Entry:
         """Set the time to live of a context, durably; None: for ever. Raises ContextUnknown."""
@@ -297,17 +311,17 @@ class Ingests:
             error_text=upload.error_text,
         )
 
-    def _clear(self, context_id: str) -> None:
-        self._bury(context_id)
+    def _clear(self, context_id: str, even_if_read: bool) -> None:
+        self._bury(context_id, even_if_read=even_if_read)
         self._documents.remove(context_id)
         self._documents.name(context_id, "")
         self._lives.remove(context_id)
 
-    def _bury(self, context_id: str) -> None:
+    def _bury(self, context_id: str, *, even_if_read: bool = True) -> None:
         """Remove what is published under an id, if anything is. Raises the store's errors."""
         path = self._tenant_root / context_id
         try:
-            delete(path, self._trash)
+            delete(path, self._trash, even_if_read=even_if_read)
         except (ContextMissing, ShardCorrupt):
             # It is no directory, or its manifest is no file: nobody can hold it, and the next
             # sweep takes it from the trash. A link is moved itself, not what it names.

@@ -1,8 +1,9 @@
 """The contexts this process keeps open, up to a number of bytes.
 
-Owns which contexts stay open between asks, and the look at their files before each one. It lives
-on the event loop's thread; opening runs in threads, once per context however many ask. It knows
-nothing of what an open context is: the engine opens and closes it.
+Owns which contexts stay open between asks, and the look at their files before each one: files that
+changed are opened anew, and whoever had the old ones open keeps them. It lives on the event loop's
+thread; opening runs in threads, once per context however many ask. It knows nothing of what an open
+context is: the engine opens and closes it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from openbook.indexstore.store import open_context
-from openbook.server.errors import ContextInUse, OpenedFull
+from openbook.server.errors import OpenedFull
 from openbook.server.leases import LeaseKeeper
 from openbook.server.threads import in_thread, made
 from openbook.worker import Engine, OpenedContext
@@ -22,7 +22,15 @@ from openbook.worker import Engine, OpenedContext
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """One ask's claim on an open context; given back by OpenedContexts.release."""
+
+    claim: OpenedContext
+    slot: _Slot
+
+
+@dataclass(eq=False, slots=True)
 class _Slot:
     """One context: the claim that keeps it open between asks, and who uses it now."""
 
@@ -43,8 +51,9 @@ class OpenedContexts:
         self._keeper = keeper
         self._bytes_max = bytes_max
         self._slots: dict[str, _Slot] = {}  # least recently used first
+        self._retired: set[_Slot] = set()  # deleted under asks that have not ended
 
-    async def acquire(self, context_id: str, path: Path, *, size: int) -> OpenedContext:
+    async def acquire(self, context_id: str, path: Path, *, size: int) -> InUse:
         """Return a claim on a context whose files are those that were verified.
 
         The caller gives it back by `release`. Raises the store's errors, or OpenedFull.
@@ -57,26 +66,30 @@ class OpenedContexts:
                 await asyncio.wait([slot.opening])
             slot.opening = asyncio.create_task(self._open(slot))
             slot.opening.add_done_callback(lambda _: setattr(slot, "opening", None))
-            return await made(slot.opening, undo=_close_claim)
+            return InUse(await made(slot.opening, undo=_close_claim), slot)
         except BaseException:
             self._leave(slot)
             raise
 
-    def release(self, context_id: str, claim: OpenedContext) -> None:
+    def release(self, in_use: InUse) -> None:
         """Give a claim back; the context stays open until its room is needed."""
-        claim.close()
+        in_use.claim.close()
+        self._leave(in_use.slot)
+
+    def is_in_use(self, context_id: str) -> bool:
+        """Tell whether an ask uses a context, or waits for it to be opened."""
         slot = self._slots.get(context_id)
-        if slot is not None:
-            self._leave(slot)
+        return slot is not None and slot.users > 0
 
     def let_go(self, context_id: str) -> None:
-        """Close a context that is about to be deleted. Raises ContextInUse."""
+        """Forget a context that is about to be deleted; asks that use it keep it to their end."""
         slot = self._slots.get(context_id)
         if slot is None:
             return
-        if slot.users > 0:
-            raise ContextInUse()
         self._close(slot)
+        self._engine.retire(slot.path, context_id)
+        if slot.users:
+            self._retired.add(slot)
 
     def close(self) -> None:
         """Close everything that no ask uses."""
@@ -87,7 +100,9 @@ class OpenedContexts:
     async def _open(self, slot: _Slot) -> OpenedContext:
         stamp = await asyncio.to_thread(_stamp, slot.path)
         if slot.kept is not None and stamp != slot.stamp:
-            await self._look_again(slot)
+            self._engine.retire(slot.path, slot.context_id)
+            slot.kept.close()
+            slot.kept = None
         if slot.kept is None:
             self._make_room(slot)
         claim = await in_thread(self._engine.open, slot.path, slot.context_id)
@@ -97,19 +112,8 @@ class OpenedContexts:
         slot.stamp = stamp  # taken before the files were read: a later change is seen next time
         return claim
 
-    async def _look_again(self, slot: _Slot) -> None:
-        """Files changed under an open context: verify them before anyone else reads them."""
-        kept = slot.kept
-        if kept is not None and slot.users > 1:
-            expected = kept.manifest.model_fingerprint
-            await asyncio.to_thread(_verify, slot.path, expected)
-        elif kept is not None:
-            slot.kept = None
-            self._keeper.drop(slot.context_id)
-            kept.close()
-
     def _make_room(self, slot: _Slot) -> None:
-        others = [other for other in self._slots.values() if other is not slot]
+        others = [other for other in (*self._slots.values(), *self._retired) if other is not slot]
         taken = sum(other.bytes for other in others if other.kept is not None or other.users)
         for other in others:
             if taken + slot.bytes <= self._bytes_max:
@@ -122,8 +126,12 @@ class OpenedContexts:
 
     def _leave(self, slot: _Slot) -> None:
         slot.users -= 1
-        if slot.users == 0 and slot.kept is None:
-            self._slots.pop(slot.context_id, None)
+        if slot.users:
+            return
+        self._retired.discard(slot)
+        if slot.kept is None and self._slots.get(slot.context_id) is slot:
+            del self._slots[slot.context_id]
+            self._keeper.drop(slot.context_id)
 
     def _close(self, slot: _Slot) -> None:
         self._slots.pop(slot.context_id, None)
@@ -145,7 +153,3 @@ def _stamp(path: Path) -> Stamp:
     except OSError:
         return ()
     return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
-
-
-def _verify(path: Path, model_fingerprint: str) -> None:
-    open_context(path, model_fingerprint=model_fingerprint).close()

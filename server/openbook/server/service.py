@@ -30,6 +30,7 @@ from openbook.server.errors import (
     ChunkOversized,
     ContextFailed,
     ContextNotReady,
+    ContextUnknown,
     DigestMismatch,
     Draining,
     ReaderStalled,
@@ -199,6 +200,8 @@ class ContextService(rpcs.ContextServiceServicer):
                 async for piece in pieces:
                     await _write(rpc, piece)
         except DAMAGES as error:
+            if self._catalog.find(context_id) is None:
+                raise ContextUnknown() from error  # deleted while it was opened
             self._ingests.mark_damaged(context_id, error)
             raise
 

@@ -170,6 +170,10 @@ class Engine:
         """
         return self.contexts.open(path, context_id)
 
+    def retire(self, path: Path, context_id: str) -> None:
+        """Have the next open read the files anew; claims that are open stay. From any thread."""
+        self.contexts.retire(path, context_id)
+
     def submit(
         self,
         spec: AskSpec,

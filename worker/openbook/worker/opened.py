@@ -28,6 +28,7 @@ class _Loaded:
     window: Window
     heads: tuple[tuple[HeadIndex, ...], ...]  # per layer, per KV head; views of the mapped files
     holders: int = 0
+    is_closed: bool = False
 
 
 class OpenedContext:
@@ -124,10 +125,15 @@ class OpenContexts:
                 self._load(key, future)
             loaded = future.result()
             with self._lock:
-                if self._futures.get(key) is not future:
-                    continue  # closed by its last holder before this claim was counted
+                if loaded.is_closed:
+                    continue  # by its last holder, before this claim was counted
                 loaded.holders += 1
             return OpenedContext(self, key, loaded)
+
+    def retire(self, path: Path, context_id: str) -> None:
+        """Have the next open read the files anew; the claims that there are stay as they are."""
+        with self._lock:
+            self._futures.pop((path, context_id), None)
 
     def share(self, key: tuple[Path, str], loaded: _Loaded) -> OpenedContext:
         """Count one more claim on a context that someone holds. Raises ValueError if none does."""
@@ -143,7 +149,10 @@ class OpenContexts:
             loaded.holders -= 1
             if loaded.holders:
                 return
-            del self._futures[key]
+            loaded.is_closed = True
+            future = self._futures.get(key)
+            if future is not None and future.done() and future.result() is loaded:
+                del self._futures[key]  # unless it was retired
         loaded.heads = ()
         loaded.stored.close()
 
@@ -159,7 +168,8 @@ class OpenContexts:
             loaded = _load(self._model, *key)
         except BaseException as error:
             with self._lock:
-                del self._futures[key]
+                if self._futures.get(key) is future:
+                    del self._futures[key]
             future.set_exception(error)
             return
         with self._lock:
