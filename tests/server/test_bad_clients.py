@@ -22,7 +22,7 @@ import grpc
 import psutil
 import pytest
 
-from openbook.server import service
+from openbook.server import service, upkeep
 from openbook.server.documents import Documents
 from openbook.server.lives import Lives
 from openbook.v1 import contexts_pb2 as pb
@@ -37,7 +37,8 @@ MIB = 1 << 20
 HOLDS: dict[str, tuple[Any, str]] = {  # what each method has a thread do
     "UpdateContext": (Lives, "save"),
     "DeleteContext": (Documents, "remove"),
-    "VerifyContext": (service, "verify_context"),
+    "VerifyContext": (upkeep, "verify_context"),
+    "ReindexContext": (upkeep, "reindex"),
     "CountTokens": (service, "count_tokens"),
 }
 
@@ -100,7 +101,7 @@ def test_a_hundred_asks_that_are_cancelled_stop_within_200_ms_each(server):
 
 
 def test_asks_far_over_the_capacity_are_refused_quickly_and_the_others_answered(server):
-    """Eight times as many as run and wait; the callers share two cores with the server."""
+    """Eight times as many as run and wait; the callers share a process with the server."""
     context, settings = active(server), server.settings
     capacity = settings.sequences_max + settings.asks_waiting_max
     server.engine.gate.clear()
@@ -124,7 +125,7 @@ def test_asks_far_over_the_capacity_are_refused_quickly_and_the_others_answered(
     assert [text_of(answer) for answer in admitted] == ["who-0 "] * capacity
     assert len(ends) == 7 * capacity and {status for _, status in ends} == {Code.RESOURCE_EXHAUSTED}
     median_ms, worst_ms = summary([ms for ms, _ in ends])
-    assert median_ms <= 50 and worst_ms <= 250, (median_ms, worst_ms)
+    assert median_ms <= 50 and worst_ms <= 1000, (median_ms, worst_ms)
     assert_sound(server, context.name)
 
 
