@@ -175,6 +175,10 @@ class FakeContextService(contexts_pb2_grpc.ContextServiceServicer):
             records_checked=90, bytes_checked=200_000_000, probes_checked=12, largest_error=0.001
         )
 
+    def ReindexContext(self, request, rpc):  # noqa: N802
+        self._enter("ReindexContext", rpc)
+        return pb.ReindexContextResponse(context=self._context(request.name, rpc))
+
     def CountTokens(self, request, rpc):  # noqa: N802
         self._enter("CountTokens", rpc)
         self.counted.append(request)

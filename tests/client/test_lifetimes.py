@@ -82,6 +82,11 @@ def test_verify_names_damage(fake: FakeServer, client: Client, context_id: str) 
         client.verify(context_id)
 
 
+def test_reindex_returns_the_context(client: Client, context_id: str) -> None:
+    info = client.reindex(context_id)
+    assert (info.id, info.state) == (context_id, "active")
+
+
 def test_count_sends_document_and_layout_and_keeps_nothing(
     fake: FakeServer, client: Client, tmp_path: Path
 ) -> None:
@@ -127,6 +132,9 @@ def test_command_line_touches_verifies_and_lists_the_expiry(
     assert re.search(r"^bytes_checked +200000000$", verified.stdout, re.MULTILINE)
     verified = openbook("contexts", "verify", context_id, "--json")
     assert json.loads(verified.stdout)["probes_checked"] == 12
+    indexed = openbook("contexts", "reindex", context_id, "--json")
+    assert json.loads(indexed.stdout)["id"] == context_id
+    assert openbook("contexts", "reindex", context_id).stdout.startswith("id")
 
 
 def test_command_line_counts_and_ingests_with_a_ttl(

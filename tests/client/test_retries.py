@@ -29,6 +29,7 @@ UNSAFE: dict[str, Callable[[Client, str], object]] = {
     "DeleteContext": lambda client, name: client.delete(name),
     "UpdateContext": lambda client, name: client.update(name, ttl=60),
     "VerifyContext": lambda client, name: client.verify(name),
+    "ReindexContext": lambda client, name: client.reindex(name),
 }
 
 

@@ -73,7 +73,7 @@ def assert_sound(server: RunningServer, name: str) -> None:
     until(lambda: server.app.service.running == 0)
     until(lambda: not list((server.data / "uploads").iterdir()))
     drafts = server.data / "contexts" / ".tmp"
-    assert not drafts.exists() or not list(drafts.iterdir())
+    until(lambda: not drafts.exists() or not list(drafts.iterdir()))
     assert text_of(ask(server, name, max_tokens=1)) == "who-0 "
     assert "call_failed" not in server.log.names()
 

@@ -25,6 +25,7 @@ REQUESTS = {
     "UpdateContext": pb.UpdateContextRequest(name=UNKNOWN),
     "DeleteContext": pb.DeleteContextRequest(name=UNKNOWN),
     "VerifyContext": pb.VerifyContextRequest(name=UNKNOWN),
+    "ReindexContext": pb.ReindexContextRequest(name=UNKNOWN),
     "Ask": pb.AskRequest(context=UNKNOWN, question="q"),
     "ListModels": pb.ListModelsRequest(),
     "CountTokens": pb.CountTokensRequest(document=b"x"),

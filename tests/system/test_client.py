@@ -123,6 +123,24 @@ def test_a_context_is_counted_kept_for_a_time_and_verified(client: Client) -> No
     assert verification.bytes_checked > info.kv_bytes_16bit
 
 
+def test_a_context_is_indexed_anew_under_its_answers(client: Client, service: Service) -> None:
+    context_id = client.ingest(document(keeper="The stoker"))
+    exact = client.ask(context_id, QUESTION, max_tokens=24, budget="exact").result()
+    manifest = service.data / "contexts" / "local" / context_id / "manifest.json"
+    before = manifest.stat().st_ino
+    with client.ask(context_id, QUESTION, max_tokens=200, budget="exact") as answer:
+        first = next(answer)
+        info = client.reindex(context_id)
+        text = first + "".join(answer)
+    assert manifest.stat().st_ino != before
+    assert (info.state, info.token_count) == ("active", exact.usage.context_tokens)
+    assert text.startswith(exact.text)
+    assert (
+        client.ask(context_id, QUESTION, max_tokens=24, budget="exact").result().text == exact.text
+    )
+    assert client.verify(context_id).largest_error < 1e-4
+
+
 def test_async_client_reads_asks_and_cancels(service: Service) -> None:
     async def run() -> None:
         async with AsyncClient(service.address) as client:

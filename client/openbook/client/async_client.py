@@ -162,6 +162,13 @@ class AsyncClient:
         response = await self._unary(self._stub().VerifyContext, request, timeout=left)
         return Verification.from_message(response)
 
+    async def reindex(self, context_id: str, *, timeout: float | None = None) -> ContextInfo:
+        """Have the service build a context's indexes anew; no model runs, and answers go on."""
+        request = pb.ReindexContextRequest(name=context_name(context_id))
+        left = Deadline(timeout).left()
+        response = await self._unary(self._stub().ReindexContext, request, timeout=left)
+        return ContextInfo.from_message(response.context)
+
     async def count_tokens(
         self, document: Document, *, layout: Layout | None = None, model: str = ""
     ) -> TokenCost:

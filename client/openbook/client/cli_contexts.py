@@ -1,4 +1,4 @@
-"""`openbook contexts`: list, show, touch, verify and delete.
+"""`openbook contexts`: list, show, touch, verify, reindex and delete.
 
 Knows: options. Does not know: how a context is stored.
 """
@@ -78,6 +78,20 @@ def verify(
         print(json.dumps(asdict(verification)))
     else:
         print_fields(asdict(verification), Console())
+
+
+@contexts_app.command()
+@interruptible
+def reindex(
+    context_id: ContextId, server: Server = "localhost:50051", as_json: AsJson = False
+) -> None:
+    """Build a context's indexes anew from what is stored, without the model."""
+    with one_line_errors(server), connect(server) as client:
+        info = client.reindex(context_id)
+    if as_json:
+        print(_json(info))
+    else:
+        print_fields(_fields(info), Console())
 
 
 @contexts_app.command()

@@ -181,6 +181,17 @@ class Client:
             self._unary(self._stub.VerifyContext, request, timeout=left)
         )
 
+    def reindex(self, context_id: str, *, timeout: float | None = None) -> ContextInfo:
+        """Have the service build a context's indexes anew, as after an update; no model runs.
+
+        Answers go on meanwhile. `timeout` is in seconds; the service has a limit of its own (1,800
+        by default), and waits for other contexts that are being indexed.
+        """
+        request = pb.ReindexContextRequest(name=context_name(context_id))
+        left = Deadline(timeout).left()
+        response = self._unary(self._stub.ReindexContext, request, timeout=left)
+        return ContextInfo.from_message(response.context)
+
     def count_tokens(
         self, document: Document, *, layout: Layout | None = None, model: str = ""
     ) -> TokenCost:

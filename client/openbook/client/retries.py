@@ -4,8 +4,8 @@ A call is tried again when the service is UNAVAILABLE, where doing it twice does
 counting, an ask before its first piece, a watch, and an ingest, whose document can be read again.
 gRPC itself repeats what is small and has not been answered in part (SERVICE_CONFIG); an upload
 outgrows the buffer it would repeat from, and a watch may break after its first message, so the
-clients repeat these two, by `Tries`. Never repeated: delete, update and verify, and an answer of
-which a piece has come.
+clients repeat these two, by `Tries`. Never repeated: delete, update, verify and reindex, and an
+answer of which a piece has come.
 
 Knows: gRPC's statuses. Does not know: channels, or whether a pause blocks or is awaited.
 """

@@ -233,6 +233,18 @@ class VerifyContextResponse(_message.Message):
     largest_error: float
     def __init__(self, records_checked: _Optional[int] = ..., bytes_checked: _Optional[int] = ..., probes_checked: _Optional[int] = ..., largest_error: _Optional[float] = ...) -> None: ...
 
+class ReindexContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ReindexContextResponse(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: Context
+    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ...) -> None: ...
+
 class Budget(_message.Message):
     __slots__ = ("exact", "keys", "mass")
     class Exact(_message.Message):

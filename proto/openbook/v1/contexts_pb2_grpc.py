@@ -69,6 +69,11 @@ class ContextServiceStub(object):
                 request_serializer=openbook_dot_v1_dot_contexts__pb2.VerifyContextRequest.SerializeToString,
                 response_deserializer=openbook_dot_v1_dot_contexts__pb2.VerifyContextResponse.FromString,
                 _registered_method=True)
+        self.ReindexContext = channel.unary_unary(
+                '/openbook.v1.ContextService/ReindexContext',
+                request_serializer=openbook_dot_v1_dot_contexts__pb2.ReindexContextRequest.SerializeToString,
+                response_deserializer=openbook_dot_v1_dot_contexts__pb2.ReindexContextResponse.FromString,
+                _registered_method=True)
         self.Ask = channel.unary_stream(
                 '/openbook.v1.ContextService/Ask',
                 request_serializer=openbook_dot_v1_dot_contexts__pb2.AskRequest.SerializeToString,
@@ -126,13 +131,22 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteContext(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Nobody can ask it from then on; answers under way go on to their end.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyContext(self, request, context):
         """Replays the stored probe queries and checks every digest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReindexContext(self, request, context):
+        """Builds the indexes of a context anew from its stored keys, values and queries, and puts them in
+        place of the old. No model runs, and answers go on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +209,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.VerifyContext,
                     request_deserializer=openbook_dot_v1_dot_contexts__pb2.VerifyContextRequest.FromString,
                     response_serializer=openbook_dot_v1_dot_contexts__pb2.VerifyContextResponse.SerializeToString,
+            ),
+            'ReindexContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReindexContext,
+                    request_deserializer=openbook_dot_v1_dot_contexts__pb2.ReindexContextRequest.FromString,
+                    response_serializer=openbook_dot_v1_dot_contexts__pb2.ReindexContextResponse.SerializeToString,
             ),
             'Ask': grpc.unary_stream_rpc_method_handler(
                     servicer.Ask,
@@ -401,6 +420,33 @@ class ContextService(object):
             '/openbook.v1.ContextService/VerifyContext',
             openbook_dot_v1_dot_contexts__pb2.VerifyContextRequest.SerializeToString,
             openbook_dot_v1_dot_contexts__pb2.VerifyContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReindexContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/openbook.v1.ContextService/ReindexContext',
+            openbook_dot_v1_dot_contexts__pb2.ReindexContextRequest.SerializeToString,
+            openbook_dot_v1_dot_contexts__pb2.ReindexContextResponse.FromString,
             options,
             channel_credentials,
             insecure,

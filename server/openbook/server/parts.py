@@ -32,6 +32,7 @@ from openbook.server.opened import OpenedContexts
 from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings
 from openbook.server.start import Prepared
+from openbook.server.upkeep import Upkeep
 from openbook.server.valkey import EmbeddedValkey
 from openbook.worker import Engine, IngestSettings, Model
 
@@ -67,6 +68,13 @@ class Parts:
             self.documents,
             self.ingests,
             self.decode,
+            upkeep=Upkeep(
+                self.catalog,
+                self.ingests,
+                tenant_root=settings.data / TENANT_ROOT,
+                threads=settings.threads,
+                log=log,
+            ),
             lives=self.lives,
             tenant_root=settings.data / TENANT_ROOT,
             limits=_limits(settings),

@@ -7,30 +7,20 @@ asks translate, catalog and ingests know the contexts, decode_worker answers.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from openbook.indexstore.errors import (
-    ContextIncomplete,
-    ContextMissing,
-    ShardCorrupt,
-)
-from openbook.indexstore.verify import verify_context
 from openbook.server.asks import ask_spec
 from openbook.server.calls import Rpc, served
-from openbook.server.catalog import Catalog, Entry, State
+from openbook.server.catalog import Catalog, Entry
 from openbook.server.decode_worker import DecodeWorker
 from openbook.server.documents import Documents, Receiving
 from openbook.server.errors import (
     ArgumentInvalid,
     ChunkOversized,
-    ContextFailed,
-    ContextNotReady,
-    ContextUnknown,
     DigestMismatch,
     Draining,
     ReaderStalled,
@@ -53,13 +43,13 @@ from openbook.server.messages import (
 )
 from openbook.server.naming import parse_name
 from openbook.server.threads import in_thread, made
+from openbook.server.upkeep import DAMAGES, Upkeep
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import Finished, Model, count_tokens
 
 CHUNK_BYTES_MAX = 1 << 20
 STALL_S = 30.0  # how long an answer waits for its reader
-DAMAGES = (ShardCorrupt, ContextMissing, ContextIncomplete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +73,7 @@ class ContextService(rpcs.ContextServiceServicer):
         ingests: Ingests,
         decode: DecodeWorker,
         *,
+        upkeep: Upkeep,
         lives: Lives,
         tenant_root: Path,
         limits: Limits,
@@ -98,6 +89,7 @@ class ContextService(rpcs.ContextServiceServicer):
         self._documents = documents
         self._ingests = ingests
         self._decode = decode
+        self._upkeep = upkeep
         self._lives = lives
         self._tenant_root = tenant_root
         self._limits = limits
@@ -106,7 +98,7 @@ class ContextService(rpcs.ContextServiceServicer):
         """Return how long a method may take, whatever its caller says."""
         if method == "Ask":
             return self._limits.ask_deadline_s
-        if method in ("IngestContext", "WatchContext", "VerifyContext"):
+        if method in ("IngestContext", "WatchContext", "VerifyContext", "ReindexContext"):
             return self._limits.ingest_deadline_s
         return self._limits.call_deadline_s
 
@@ -186,7 +178,7 @@ class ContextService(rpcs.ContextServiceServicer):
         self._check_taking()
         context_id = parse_name(request.context)
         spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
-        entry = self._readable(context_id)
+        entry = self._upkeep.readable(context_id)
         self._ingests.use(context_id)
         answer = self._decode.answer(
             spec,
@@ -200,9 +192,7 @@ class ContextService(rpcs.ContextServiceServicer):
                 async for piece in pieces:
                     await _write(rpc, piece)
         except DAMAGES as error:
-            if self._catalog.find(context_id) is None:
-                raise ContextUnknown() from error  # deleted while it was opened
-            self._ingests.mark_damaged(context_id, error)
+            self._upkeep.damaged(context_id, error)
             raise
 
     @served
@@ -229,19 +219,17 @@ class ContextService(rpcs.ContextServiceServicer):
     ) -> pb.VerifyContextResponse:
         """Read every byte of a context and answer its stored queries again."""
         refuse_unknown_fields(request)
-        context_id = parse_name(request.name)
-        self._readable(context_id)
-        gone = threading.Event()
-        try:
-            report = await in_thread(
-                verify_context, self._tenant_root / context_id, is_cancelled=gone.is_set
-            )
-        except DAMAGES as error:
-            self._ingests.mark_damaged(context_id, error)
-            raise
-        finally:
-            gone.set()
+        report = await self._upkeep.verify(parse_name(request.name))
         return verify_message(report)
+
+    @served
+    async def ReindexContext(
+        self, request: pb.ReindexContextRequest, rpc: Rpc
+    ) -> pb.ReindexContextResponse:
+        """Build the indexes of a context anew from what is stored; no model runs."""
+        refuse_unknown_fields(request)
+        entry = await self._upkeep.reindex(parse_name(request.name))
+        return pb.ReindexContextResponse(context=self._message(entry))
 
     @served
     async def CountTokens(self, request: pb.CountTokensRequest, rpc: Rpc) -> pb.CountTokensResponse:
@@ -273,14 +261,6 @@ class ContextService(rpcs.ContextServiceServicer):
     def _check_taking(self) -> None:
         if self.is_draining:
             raise Draining()
-
-    def _readable(self, context_id: str) -> Entry:
-        entry = self._catalog.get(context_id)
-        if entry.state is State.CREATING:
-            raise ContextNotReady()
-        if entry.state is State.FAILED:
-            raise ContextFailed(entry.error_reason, entry.error_text)
-        return entry
 
 
 async def _receive(requests: AsyncIterator[pb.IngestContextRequest], receiving: Receiving) -> None:
