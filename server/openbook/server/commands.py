@@ -99,10 +99,13 @@ def serve(
 
 def _run(settings: Settings, held: Prepared) -> NoReturn:
     """Serve, and end the process at once: unloading the model libraries takes seconds."""
-    from openbook.server.app import run
     from openbook.server.start import StartRefused
 
     try:
+        if sys.flags.optimize > 1:
+            raise StartRefused("python -OO drops docstrings that transformers reads; use -O")
+        from openbook.server.app import run  # after the check: this takes seconds
+
         code = run(settings, held)
     except StartRefused as refusal:
         _tell(refusal)
