@@ -1,4 +1,4 @@
-"""What the server's tests share: a real embedded Valkey, and a whole server over fakes."""
+"""What the server's tests share: real servers for Redis' part, and a whole server over fakes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from openbook.server.valkey import EmbeddedValkey
 
+from .real_redis import KINDS, RealRedis
 from .running import KeptLog, RunningServer
 
 
@@ -30,6 +31,17 @@ def data(tmp_path: Path) -> Path:
 def valkey(data: Path) -> Iterator[EmbeddedValkey]:
     """A real Valkey on a unix socket, ended with the test."""
     server = EmbeddedValkey(data)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=KINDS)
+def redis_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealRedis]:
+    """Each of the two real servers in turn, in a directory of its own, ended with the test."""
+    directory = tmp_path / "redis"
+    directory.mkdir(mode=0o700)
+    server = RealRedis(request.param, directory)
     server.start()
     yield server
     server.stop()

@@ -19,7 +19,6 @@ from openbook.server import app as server_app
 from openbook.server.errors import DOMAIN
 from openbook.server.settings import Settings
 from openbook.server.start import Prepared
-from openbook.server.valkey import EmbeddedValkey
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 
@@ -132,7 +131,7 @@ class RunningServer:
         self.model = model or FakeModel()
         self.engine = FakeEngine(self.model)
         self.reading = FakeReading()
-        self.valkey: Any = EmbeddedValkey(data)
+        self.valkey: Any = None  # the embedded one, unless a Redis URL is given
         given = {"data": data, "model": "fake", "listen": "127.0.0.1:0", "drain_s": 5, **settings}
         self.settings = Settings(**given)
         self.token: bytes | None = None
@@ -158,7 +157,8 @@ class RunningServer:
             self._thread.join(20)
             assert not self._thread.is_alive(), "the server did not stop"
         self.channel.close()
-        self.valkey.stop()
+        if self.valkey is not None:
+            self.valkey.stop()
 
     def drain(self) -> None:
         """Ask for a stop, as SIGTERM does, and return at once."""
@@ -179,7 +179,8 @@ class RunningServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._told = asyncio.Event()
-        self.valkey = await server_app.start_valkey(self.data, self.log)
+        if self.settings.redis_url is None:
+            self.valkey = await server_app.start_valkey(self.data, self.log)
         server = server_app.new_server()
         held = Prepared(b"s" * 32, self.token)
         self.address = server_app.bind(server, self.settings.listen)

@@ -6,6 +6,9 @@ server goes through `Broker.command`. It knows nothing of what the commands mean
 redis-py's defaults take seconds to fail, and a cancelled command can leave its reply to the next
 caller. So: no retries, short socket timeouts, an outer deadline, and every command runs in a task
 of its own that its caller's cancellation does not reach.
+
+A Redis that refuses (READONLY, OOM, BUSY, a wrong type) is another thing than one that does not
+answer: the command fails the same way, but the next one is tried at once.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from openbook.server.errors import BrokerAway
 from openbook.server.logs import Log
@@ -28,6 +31,10 @@ SOCKET_TIMEOUT_S = 0.25
 COMMAND_DEADLINE_S = 0.5
 REST_S = 0.5  # after a failure: fail at once for this long instead of making each caller wait
 WATCH_S = 1.0
+CONNECTIONS_MAX = 16  # further commands wait for a place, within their deadline
+REFUSAL_TOLD_S = 60.0  # a Redis that refuses is told of so often, however many commands it refuses
+SEEN_KEY = "openbook:seen"
+SEEN_MS = 10_000
 
 
 class Broker:
@@ -46,15 +53,18 @@ class Broker:
         self._clock = clock
         self._rest_until = 0.0
         self._is_away = False
+        self._refusal_told_at: float | None = None
+        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
         self._running: set[asyncio.Task[Any]] = set()
         self._client = redis.asyncio.Redis.from_url(
             url,
             decode_responses=True,
+            encoding_errors="replace",  # what is no UTF-8 is nothing of ours
             protocol=2,  # the replies of Redis 7.0
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
-            max_connections=16,
+            max_connections=CONNECTIONS_MAX,
         )
         # The one untyped call of redis-py that every command goes through.
         self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
@@ -62,7 +72,7 @@ class Broker:
     async def command(self, *words: str | int | float) -> Any:
         """Run one command and return its reply as redis-py parses it. Raises BrokerAway.
 
-        Any error reply (READONLY, LOADING, a wrong type) counts as away: Redis only advises.
+        Any error reply counts as away for the caller: Redis only advises.
         """
         if self._clock() < self._rest_until:
             raise BrokerAway()
@@ -72,27 +82,44 @@ class Broker:
         return await asyncio.shield(task)
 
     async def answers(self) -> bool:
-        """Tell whether Redis answers now, or did not a moment ago."""
+        """Tell whether Redis takes writes now, or did not a moment ago."""
         try:
-            await self.command("PING")
+            await self.command("SET", SEEN_KEY, "1", "PX", SEEN_MS)
         except BrokerAway:
             return False
         return True
 
     async def _bounded(self, words: tuple[str | int | float, ...]) -> Any:
         try:
-            async with asyncio.timeout(COMMAND_DEADLINE_S):
+            async with asyncio.timeout(COMMAND_DEADLINE_S), self._places:
                 reply = await self._execute(*words)
+        except ResponseError as error:
+            self._note_back()
+            self._note_refusal(error)
+            raise BrokerAway() from error
         except (RedisError, OSError, TimeoutError) as error:
             self._rest_until = self._clock() + REST_S
             if not self._is_away:
                 self._is_away = True
-                self._log.warning("redis_away", error=type(error).__name__)
+                # redis-py wraps what a new connection fails of, such as a wrong password.
+                cause = error.__cause__ if isinstance(error.__cause__, RedisError) else error
+                self._log.warning("redis_away", error=type(cause).__name__)
             raise BrokerAway() from error
+        self._note_back()
+        return reply
+
+    def _note_back(self) -> None:
         if self._is_away:
             self._is_away = False
             self._log.info("redis_back")
-        return reply
+
+    def _note_refusal(self, error: ResponseError) -> None:
+        now = self._clock()
+        if self._refusal_told_at is None or now - self._refusal_told_at >= REFUSAL_TOLD_S:
+            self._refusal_told_at = now
+            word = str(error).partition(" ")[0]  # Redis' code, where redis-py has left it in place
+            code = word if word.isascii() and word.isupper() else type(error).__name__
+            self._log.warning("redis_refuses", error=code)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
