@@ -65,7 +65,7 @@ def test_two_workers_never_claim_the_same_entry(redis_server, log):
 
 
 def test_a_stale_claim_is_taken_over_and_a_beating_one_is_not(redis_server, log, monkeypatch):
-    monkeypatch.setattr(ingest_queue, "STALE_MS", 150)
+    monkeypatch.setattr(ingest_queue, "STALE_MS", 500)
     monkeypatch.setattr(ingest_queue, "POLL_S", 0.02)
 
     async def run():
@@ -74,8 +74,8 @@ def test_a_stale_claim_is_taken_over_and_a_beating_one_is_not(redis_server, log,
         await giver.put(A)
         claim = await one.take()
         taking = asyncio.create_task(two.take())
-        for _ in range(10):
-            await asyncio.sleep(0.04)
+        for _ in range(15):
+            await asyncio.sleep(0.05)
             await one.beat(claim)
         assert not taking.done()
         async with asyncio.timeout(5):

@@ -18,7 +18,7 @@ import redis
 from openbook.server.errors import BrokerAway
 from openbook.v1 import contexts_pb2 as pb
 
-from .real_redis import delayed
+from .real_redis import delayed, found_redis
 from .redis_harm import HARMS
 from .running import active, ask, text_of
 
@@ -212,3 +212,15 @@ def test_a_server_starts_and_answers_with_the_wrong_password(make_server, redis_
     assert text_of(ask(server, active(server).name, max_tokens=2)) == "who-0 who-1 "
     assert ("warning", "redis_away", {"error": "AuthenticationError"}) in log.events
     assert log.names().count("redis_away") == 1
+
+
+def test_a_missing_redis_server_is_skipped_here_and_fails_in_continuous_integration(
+    monkeypatch,
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="not installed"):
+        found_redis()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="not installed"):
+        found_redis()
