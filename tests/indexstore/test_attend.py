@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openbook.indexstore import reference
-from openbook.indexstore.attend import attend, search
+from openbook.indexstore.attend import LIFT_LOG_MAX, attend, search
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import EXACT, AttendRequest, Budget, HeadIndex, HeadPlan
 from openbook.indexstore.plan import QUEUE_NODES
@@ -90,6 +91,46 @@ def test_keys_budget_equals_its_twin(plan: HeadPlan, estimate: bool, keys: int) 
     assert result.centroids_scored == twin.centroids_scored
 
 
+LIFTS = (0.0, 0.3, 1.0)
+
+
+@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("keys", [0, 1, 10, 100])
+def test_lifted_estimate_equals_its_twin(plan: HeadPlan, keys: int) -> None:
+    heads, queries = two_heads(900, 16)
+    plans = (replace(plan, lift=LIFTS), replace(plan, lift=LIFTS[::-1]))
+    request = request_of(heads, queries, budget=Budget(keys=keys), plan=plans)
+    (result,) = attend([request])
+    twin = reference.attend(request)
+    np.testing.assert_allclose(result.out, twin.out, atol=2e-5)
+    np.testing.assert_allclose(result.lse, twin.lse, atol=2e-5)
+    np.testing.assert_allclose(result.estimated_lse, twin.estimated_lse, atol=2e-5)
+    (plain,) = attend([request_of(heads, queries, budget=Budget(keys=keys), plan=(plan, plan))])
+    assert np.abs(result.estimated_lse - plain.estimated_lse).min() > 1e-3 or keys == 0
+
+
+def test_lift_changes_nothing_where_nothing_is_estimated() -> None:
+    heads, queries = two_heads(300, 16)
+    for budget in (EXACT, Budget(keys=20, estimate=False), Budget(keys=300)):
+        lifted, plain = (
+            attend([request_of(heads, queries, budget=budget, plan=(plan, plan))])[0]
+            for plan in (replace(SCAN, lift=LIFTS), SCAN)
+        )
+        assert np.array_equal(lifted.out, plain.out) and np.array_equal(lifted.lse, plain.lse)
+
+
+def test_lift_without_keys_read_adds_at_most_its_limit() -> None:
+    heads, queries = two_heads(900, 16)
+    wild = tuple(replace(head, spreads=np.full_like(head.spreads, 1e30)) for head in heads)
+    none = Budget(keys=0)
+    lifted, plain = (
+        attend([request_of(wild, queries, budget=none, plan=(plan, plan))])[0]
+        for plan in (replace(SCAN, lift=(1.0, 1.0, 1.0)), SCAN)
+    )
+    np.testing.assert_allclose(lifted.lse - plain.lse, LIFT_LOG_MAX, atol=1e-5)
+    np.testing.assert_allclose(lifted.out, plain.out, atol=1e-5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000), m=st.integers(1, 160), d=st.sampled_from([4, 8, 17]),
@@ -106,7 +147,8 @@ def test_random_heads_equal_their_twins(
         rows[:] = 0
     heads = (make_head(rows, seed=seed, train=20),)
     queries = rng.standard_normal((2, 1, d)).astype(np.float32)
-    plan = (HeadPlan("graph" if walks else "scan", 24),)
+    lift = (0.0, 0.4) if seed % 2 else ()
+    plan = (HeadPlan("graph" if walks else "scan", 24, lift),)
     request = request_of(heads, queries, budget=Budget(keys=keys), plan=plan, evidence=True)
     (result,) = attend([request])
     twin = reference.attend(request)
@@ -198,6 +240,7 @@ def test_no_heads_are_the_empty_set() -> None:
         ({"queries": np.ones((6, 1, 16), np.float64)}, "float32"),
         ({"scaling": 0.0}, "scaling"),
         ({"plan": (SCAN,)}, "1 plans"),
+        ({"plan": (SCAN, replace(SCAN, lift=(0.5, 0.5)))}, "other than 3 query heads"),
     ],
 )
 def test_bad_requests_are_refused(changes: dict[str, Any], message: str) -> None:

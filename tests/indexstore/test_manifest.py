@@ -15,6 +15,7 @@ import pytest
 
 from openbook.indexstore.canonical import decode, decode_summary, encode
 from openbook.indexstore.errors import FormatUnsupported, ShardCorrupt
+from openbook.indexstore.head import HeadPlan
 from openbook.indexstore.layout import FORMAT_VERSION
 from openbook.indexstore.manifest import Manifest, Summary
 
@@ -45,6 +46,17 @@ def test_summary_is_the_manifest_without_its_files(raw: bytes) -> None:
     assert type(summary) is Summary and isinstance(manifest, Manifest)
     for name in (*Summary.__mro__[1].__slots__, *Summary.__slots__):
         assert getattr(summary, name) == getattr(manifest, name)
+
+
+def test_lift_is_written_only_where_there_is_one(maker: Any) -> None:
+    heads = (HeadPlan("scan", 0, (0.0, 0.25)), HeadPlan("graph", 64))
+    with maker.draft(maker.fields(plan=(heads, heads))) as draft:
+        raw = (draft.path / "manifest.json").read_bytes()
+    assert json.loads(raw)["fields"]["plan"][0] == [
+        {"kind": "scan", "lift": [0.0, 0.25], "queue": 0},
+        {"kind": "graph", "queue": 64},
+    ]
+    assert decode(raw).plan == (heads, heads) and encode(decode(raw)) == raw
 
 
 def test_manifest_is_canonical_json(raw: bytes) -> None:
@@ -86,6 +98,7 @@ def set_record(name: str, value: Any) -> Callable[[Any], None]:
     return lambda whole: whole["files"][1]["records"][-1].__setitem__(name, value)
 
 
+LIFTS: list[Any] = [[], [0.1], [0.1, 0], [0.1, 1.5], [0.1, -0.1], [0.1, "0.1"], 0.1, None]
 HOSTILE_NUMBERS = [-1, 0, 2**31, 2**63, 2**64, 10**400, 1.5, True, "7", None, [], {}]
 
 
@@ -130,6 +143,10 @@ def test_hostile_number_is_refused(raw: bytes, forger: Any, name: str, value: An
         set_field("plan", [[{"kind": "guess", "queue": 0}] * 2] * 2),
         set_field("plan", [[{"kind": "scan", "queue": -1}] * 2] * 2),
         set_field("plan", [[{"kind": "scan"}] * 2] * 2),
+        *(
+            set_field("plan", [[{"kind": "scan", "lift": lift, "queue": 0}] * 2] * 2)
+            for lift in LIFTS
+        ),
         set_field("stages_s", {}),
         set_field("stages_s", [1.0]),
         set_field("stages_s", {"tokenize": -1.0, "prefill": 0.0, "build": 0.0, "write": 0.0}),

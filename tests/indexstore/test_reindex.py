@@ -79,11 +79,14 @@ def test_reindexed_context_is_the_same_with_another_index(indexed: Path, tmp_pat
         new = reindex(indexed, draft, OTHER, threads=2)
         replace(draft, indexed)
     assert drafts(tmp_path) == []
-    changed = {"index_fingerprint", "stages_s", "files", "bytes_total"}
+    changed = {"index_fingerprint", "stages_s", "files", "bytes_total", "plan"}
     for field in dataclasses.fields(old):
         same = getattr(old, field.name) == getattr(new, field.name)
         assert same is (field.name not in changed), field.name
     assert new.index_fingerprint == OTHER.fingerprint()
+    for heads, old_heads in zip(new.plan, old.plan, strict=True):
+        assert tuple(dataclasses.replace(head, lift=()) for head in heads) == old_heads
+        assert all(len(head.lift) == 2 and 0 < min(head.lift) for head in heads)
     assert read_manifest(indexed) == new
     with open_it(indexed) as reader:
         np.testing.assert_array_equal(reader.token_ids, ids)

@@ -48,39 +48,63 @@ cdef int64_t _rest(Head *head, const uint32_t *read, int64_t read_count, float *
     return 0
 
 
-cdef float _peak(const float *logits, int64_t count, const float *counts,
-                 float start) noexcept nogil:
-    # The largest logit; with `counts`, of the clusters that still hold a key.
+cdef void _scores(Head *head, const uint32_t *read, int64_t read_count, const float *logits,
+                  const float *centroid_logits, const float *counts, const float *lift,
+                  float lift_log_max, double *sums, float *scores) noexcept nogil:
+    # The score of each cluster for one query head; a spent one lies at -inf, whatever its mean.
+    # With a lift: the mean of the keys that are left, and what their spread adds to its weight.
+    cdef int64_t c, i
+    cdef float more
+    if lift != NULL:
+        for c in range(head.clusters):
+            sums[c] = <double>head.counts[c] * <double>centroid_logits[c]
+        for i in range(read_count):
+            sums[head.cluster_of[read[i]]] -= logits[i]
+    for c in range(head.clusters):
+        if not counts[c] > 0:
+            scores[c] = -INFINITY
+        elif lift == NULL:
+            scores[c] = centroid_logits[c]
+        else:
+            more = lift[0] * head.spreads[c] * head.spreads[c]
+            scores[c] = <float>(sums[c] / counts[c]) + (
+                more if more < lift_log_max else lift_log_max)
+
+
+cdef float _peak(const float *logits, int64_t count, float start) noexcept nogil:
+    # The largest logit.
     cdef int64_t i
     for i in range(count):
-        if logits[i] > start and (counts == NULL or counts[i] > 0):
+        if logits[i] > start:
             start = logits[i]
     return start
 
 
 cdef void _combine(Head *head, int64_t group, const uint32_t *read, int64_t read_count,
-                   const float *logits, int64_t stride, const float *centroid_logits,
-                   const float *counts, const float *sums, float *weights, float *row,
-                   float *out, float *lse, float *estimated_lse) noexcept nogil:
+                   const float *logits, const float *centroid_logits, const float *counts,
+                   const float *sums, const float *lift, float lift_log_max, double *scratch,
+                   float *scores, float *weights, float *row, float *out, float *lse,
+                   float *estimated_lse) noexcept nogil:
     # One partial under one common maximum: the keys read, then the clusters of the rest.
     cdef int64_t g, c, clusters = head.clusters if counts != NULL else 0
     cdef float peak
     cdef double total, rest
     for g in range(group):
-        peak = _peak(logits + g * stride, read_count, NULL, -INFINITY)
-        peak = _peak(centroid_logits + g * clusters, clusters, counts, peak)
+        if clusters > 0:
+            _scores(head, read, read_count, logits + g * read_count,
+                    centroid_logits + g * clusters, counts, lift + g if lift != NULL else NULL,
+                    lift_log_max, scratch, scores)
+        peak = _peak(logits + g * read_count, read_count, -INFINITY)
+        peak = _peak(scores, clusters, peak)
         lse[g] = estimated_lse[g] = -INFINITY
         if peak == -INFINITY:
             continue
-        total = ob_weights(logits + g * stride, read_count, peak, weights)
+        total = ob_weights(logits + g * read_count, read_count, peak, weights)
         ob_add_values(weights, 1, head.values, head.dtype, head.dv, read, read_count, read_count,
                       row, out + g * head.dv)
         rest = 0
         if clusters > 0:
-            # A spent cluster may lie above the peak: its weight is zero, not e to a large number.
-            for c in range(clusters):
-                weights[c] = centroid_logits[g * clusters + c] if counts[c] > 0 else -INFINITY
-            ob_weights(weights, clusters, peak, weights)
+            ob_weights(scores, clusters, peak, weights)
             for c in range(clusters):
                 rest += <double>(weights[c] * counts[c])
             ob_add_rows(weights, 1, sums, head.dv, clusters, clusters, out + g * head.dv)
@@ -93,10 +117,13 @@ cdef void _combine(Head *head, int64_t group, const uint32_t *read, int64_t read
 
 
 def attend_read(object index, const uint32_t[::1] read, const float[:, ::1] logits,
-                const float[:, ::1] centroid_logits, bint estimate):
+                const float[:, ::1] centroid_logits, bint estimate,
+                const float[::1] lift=None, float lift_log_max=0):
     """Attend every query head to the keys read, and to the clusters of the rest.
 
     `read` (r,) ids, `logits` (group, r), `centroid_logits` (group, c), unused without `estimate`.
+    `lift` (group,) times a cluster's squared spread, but at most `lift_log_max`, is added to its
+    score; without it the scores stay those of the centroids.
     Returns out (group, dv), lse (group,), estimated_lse (group,).
     """
     cdef Head head = borrow(index)
@@ -106,16 +133,19 @@ def attend_read(object index, const uint32_t[::1] read, const float[:, ::1] logi
     cdef float[:, ::1] lse = np.empty((2, group), np.float32)
     cdef float[::1] rest = np.empty(c * (1 + head.dv) + 1, np.float32)
     cdef float[::1] weights = np.empty(most + head.dv, np.float32)
+    cdef float[::1] scores = np.empty(c + 1, np.float32)
+    cdef double[::1] scratch = np.empty(c + 1, np.float64)
     cdef float *row = &weights[most]
     cdef const uint32_t *ids = &read[0] if count > 0 else NULL
     cdef const float *mine = &logits[0, 0] if count > 0 else NULL
     cdef const float *cluster_logits = &centroid_logits[0, 0] if c > 0 else NULL
+    cdef const float *lifts = &lift[0] if lift is not None else NULL
     with nogil:
         if estimate:
             _rest(&head, ids, count, &rest[0], &rest[c], row)
-        _combine(&head, group, ids, count, mine, count, cluster_logits,
-                 &rest[0] if estimate else NULL, &rest[c], &weights[0], row, &out[0, 0],
-                 &lse[0, 0], &lse[1, 0])
+        _combine(&head, group, ids, count, mine, cluster_logits, &rest[0] if estimate else NULL,
+                 &rest[c], lifts, lift_log_max, &scratch[0], &scores[0], &weights[0], row,
+                 &out[0, 0], &lse[0, 0], &lse[1, 0])
     lses = np.asarray(lse)
     return np.asarray(out), lses[0], lses[1]
 

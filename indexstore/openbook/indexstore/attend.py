@@ -19,6 +19,7 @@ from openbook.indexstore.head import AttendRequest, AttendResult, Budget, HeadIn
 
 SEEDS_PER_HEAD = 8  # best clusters of each query head whose entries a walk starts from
 SLACK_SPREADS = 3.0  # a walk skips keys whose cluster lies this many spreads below the k-th best
+LIFT_LOG_MAX = 2.0  # no cluster weighs more than e² times what its mean says, whatever is stored
 EXACT_ROWS = 64  # query rows per task of the exact scan: their state stays in L2
 
 
@@ -62,11 +63,20 @@ def attend(requests: Sequence[AttendRequest], *, threads: int = 1) -> list[Atten
 
 
 def search(
-    head: HeadIndex, queries: NDArray[np.float32], budget: Budget, plan: HeadPlan
+    head: HeadIndex,
+    queries: NDArray[np.float32],
+    budget: Budget,
+    plan: HeadPlan,
+    *,
+    scaling: float | None = None,
 ) -> HeadResult:
-    """Find the best keys of one KV head for `queries` (group, d), and attend to them."""
+    """Find the best keys of one KV head for `queries` (group, d), and attend to them.
+
+    `scaling` is 1/√d if none is given.
+    """
     group, d = queries.shape
-    request = AttendRequest((head,), queries.reshape(group, 1, d), 1 / d**0.5, budget, (plan,))
+    factor = 1 / d**0.5 if scaling is None else scaling
+    request = AttendRequest((head,), queries.reshape(group, 1, d), factor, budget, (plan,))
     _checked_heads(request)
     return _attend_task((request, 0, slice(0, 1)))
 
@@ -95,6 +105,9 @@ def _checked_heads(request: AttendRequest) -> int:
         raise ValueError(f"{queries.shape[0]} query heads do not share {len(heads)} KV heads")
     if len(request.plan) != len(heads):
         raise ValueError(f"{len(heads)} KV heads but {len(request.plan)} plans")
+    group = queries.shape[0] // len(heads)
+    if any(len(plan.lift) not in (0, group) for plan in request.plan):
+        raise ValueError(f"a plan's lift is of other than {group} query heads")
     if queries.shape[2] != heads[0].keys.shape[1]:
         raise ValueError(f"queries of {queries.shape[2]}, keys of {heads[0].keys.shape[1]}")
     if request.budget.kind == "keys" and queries.shape[1] != 1:
@@ -123,9 +136,11 @@ def _attend_task(task: tuple[AttendRequest, int, slice]) -> HeadResult:
             budget.estimate, SEEDS_PER_HEAD, SLACK_SPREADS,
         )  # fmt: skip
         centroids = centroid_logits.shape[1]
+        lift = np.array(plan.lift, np.float32) * np.float32(request.scaling**2)  # (group,)
         out, lse, estimated_lse = _attend.attend_read(
-            head, read, logits, centroid_logits, budget.estimate
-        )
+            head, read, logits, centroid_logits, budget.estimate,
+            lift if plan.lift else None, LIFT_LOG_MAX,
+        )  # fmt: skip
     shape = queries.shape[:2]
     return HeadResult(
         out.reshape(*shape, -1), lse.reshape(shape), estimated_lse.reshape(shape),

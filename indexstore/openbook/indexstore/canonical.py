@@ -22,7 +22,7 @@ import re
 from typing import Any
 
 from openbook.indexstore.errors import FormatUnsupported, ShardCorrupt
-from openbook.indexstore.head import HeadPlan
+from openbook.indexstore.head import LIFT_MAX, HeadPlan
 from openbook.indexstore.jsonfields import (
     a_list,
     a_real,
@@ -136,30 +136,37 @@ def _body(manifest: Manifest) -> bytes:
     """Return the canonical JSON of the fields and files, up to the digest."""
     fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(Summary)}
     fields["scaling"] = [float(factor) for factor in manifest.scaling]
-    fields["plan"] = [[dataclasses.asdict(head) for head in layer] for layer in manifest.plan]
+    fields["plan"] = [[_plan_of(head) for head in layer] for layer in manifest.plan]
     fields["model_parts"] = dict(manifest.model_parts)
     fields["stages_s"] = {k: float(v) for k, v in dataclasses.asdict(manifest.stages_s).items()}
-    files = [
-        {
-            "name": file.name,
-            "bytes": file.bytes,
-            "chunks": file.chunks,
-            "records": [
-                {
-                    "kind": entry.info.kind.label,
-                    "head": entry.info.head,
-                    "dtype": entry.info.dtype,
-                    "shape": entry.info.shape,
-                    "sha256": entry.sha256,
-                }
-                for entry in file.records
-            ],
-        }
-        for file in manifest.files
-    ]
-    whole = {"fields": fields, "files": files}
+    whole = {"fields": fields, "files": [file_fields(file) for file in manifest.files]}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.removesuffix("}").encode()
+
+
+def _plan_of(head: HeadPlan) -> dict[str, Any]:
+    """Return a head's plan as it is written: without a lift there is no such field."""
+    plan: dict[str, Any] = {"kind": head.kind, "queue": head.queue}
+    return {**plan, "lift": [float(lift) for lift in head.lift]} if head.lift else plan
+
+
+def file_fields(file: FileEntry) -> dict[str, Any]:
+    """Return a file's entry as it is written; parse_file reads it back."""
+    return {
+        "name": file.name,
+        "bytes": file.bytes,
+        "chunks": file.chunks,
+        "records": [
+            {
+                "kind": entry.info.kind.label,
+                "head": entry.info.head,
+                "dtype": entry.info.dtype,
+                "shape": entry.info.shape,
+                "sha256": entry.sha256,
+            }
+            for entry in file.records
+        ],
+    }
 
 
 def _parse(whole: Any) -> Manifest:
@@ -169,7 +176,7 @@ def _parse(whole: Any) -> Manifest:
     files = a_list(whole, "files", summary.layers + 1)
     values = {f.name: getattr(summary, f.name) for f in dataclasses.fields(Summary)}
     manifest = Manifest(
-        **values, files=tuple(_parse_file(file, index) for index, file in enumerate(files))
+        **values, files=tuple(parse_file(file, index) for index, file in enumerate(files))
     )
     check_files(manifest)
     return manifest
@@ -223,11 +230,20 @@ def _parse_parts(parts: Any) -> tuple[tuple[str, str], ...]:
 def _parse_plan(layer: Any) -> tuple[HeadPlan, ...]:
     heads = []
     for head in a_list({"plan": layer}, "plan"):
-        exactly(an_object(head, "plan"), {"kind", "queue"}, "plan")
+        optional = {"lift"} & an_object(head, "plan").keys()
+        exactly(head, {"kind", "queue"} | optional, "plan")
         queue = an_int(head, "queue", 0, TOKENS_MAX)
         kind = one_of(head, "kind", ("scan", "graph"))
-        heads.append(HeadPlan(kind="scan" if kind == "scan" else "graph", queue=queue))
+        lift = tuple(_parse_lift(value) for value in a_list(head, "lift")) if optional else ()
+        heads.append(HeadPlan("scan" if kind == "scan" else "graph", queue, lift))
     return tuple(heads)
+
+
+def _parse_lift(value: Any) -> float:
+    lift = a_real(value, "lift")
+    if not 0 <= lift <= LIFT_MAX:
+        raise ValueError(f"lift is not from 0 to {LIFT_MAX}")
+    return lift
 
 
 def _parse_stages(stages: Any) -> StageSeconds:
@@ -239,8 +255,11 @@ def _parse_stages(stages: Any) -> StageSeconds:
     return StageSeconds(**seconds)
 
 
-def _parse_file(file: Any, index: int) -> FileEntry:
-    """Parse the entry of file `index`: the tokens first, then the layers in order."""
+def parse_file(file: Any, index: int) -> FileEntry:
+    """Parse the entry of file `index`: the tokens first, then the layers in order.
+
+    Raises ValueError.
+    """
     exactly(an_object(file, "files"), {f.name for f in dataclasses.fields(FileEntry)}, "files")
     chunks = a_list(file, "chunks")
     layer = None if index == 0 else index - 1

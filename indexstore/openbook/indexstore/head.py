@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 SINK_TOKENS = 128  # RetrievalAttention §3.3: the first tokens draw attention from every query
 RECENT_TOKENS = 512  # RetrievalAttention §3.3: the last tokens of the context
 WINDOW_TOKENS = SINK_TOKENS + RECENT_TOKENS
+LIFT_MAX = 1.0  # of scores that spread like a bell: 0.5; measured: 0.09 to 0.7 (docs/LOG.md)
 DEFAULT_KEYS = 100  # RetrievalAttention §4.1: top-100 per query head
 
 KvDtype = Literal["float16", "bfloat16", "float32"]
@@ -115,10 +116,15 @@ EXACT = Budget(kind="exact", estimate=False)
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """How one KV head answers a `keys` budget: scan every int8 key, or walk the graph."""
+    """How one KV head answers a `keys` budget: scan every int8 key, or walk the graph.
+
+    `lift` corrects the estimate, one number per query head of the group (lift.py): e to a
+    cluster's mean score is less than its keys' mean of e to the score. Empty: not corrected.
+    """
 
     kind: PlanKind
     queue: int  # nodes a graph search may keep open per query head
+    lift: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

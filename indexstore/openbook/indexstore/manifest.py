@@ -127,10 +127,13 @@ def check_fields(summary: Summary) -> None:
     """Check the fields against each other. Raises ValueError with both numbers."""
     if summary.query_heads % summary.kv_heads:
         raise ValueError(f"{summary.query_heads} query heads for {summary.kv_heads} KV heads")
+    group = summary.query_heads // summary.kv_heads
     heads = summary.kv_heads if summary.middle_tokens else 0
     for layer, plan in enumerate(summary.plan):
         if len(plan) != heads:
             raise ValueError(f"plan of layer {layer} has {len(plan)} heads, expected {heads}")
+        if any(len(head.lift) not in (0, group) for head in plan):
+            raise ValueError(f"plan of layer {layer} has a lift of other than {group} query heads")
     for name in ("plan", "scaling"):
         count = len(getattr(summary, name))
         if count != summary.layers:

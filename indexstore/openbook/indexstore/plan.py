@@ -7,6 +7,7 @@ that every worker answers alike; a forced plan is for measurement.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from openbook.indexstore.head import HeadPlan, PlanKind
 
@@ -24,4 +25,4 @@ def plan_head(middle_tokens: int) -> HeadPlan:
 
 def force_plan(plan: Sequence[HeadPlan], kind: PlanKind) -> tuple[HeadPlan, ...]:
     """Return `plan` with every head scanning, or every head walking its graph."""
-    return tuple(HeadPlan(kind=kind, queue=head.queue) for head in plan)
+    return tuple(replace(head, kind=kind) for head in plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.attend import SEEDS_PER_HEAD, SLACK_SPREADS
+from openbook.indexstore.attend import LIFT_LOG_MAX, SEEDS_PER_HEAD, SLACK_SPREADS
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import AttendRequest, AttendResult, HeadIndex, HeadPlan
 
@@ -57,6 +57,9 @@ def attend(request: AttendRequest) -> AttendResult:
                 rest = None
                 if request.budget.kind == "keys" and request.budget.estimate:
                     rest = estimate(head, values, read, request.scaling * request.queries[h, row])
+                    if request.plan[number].lift:
+                        lift = request.plan[number].lift[h - mine.start]
+                        rest = lifted(head, rest, read, z, lift * request.scaling**2)
                 out[h, row], lse[h, row], estimated[h, row] = combine(z, values[read], rest)
             ids.append(read.astype(np.int64))
             logits.append(z)
@@ -78,6 +81,22 @@ def estimate(
         sums[head.cluster_of[key]] -= values[key]
     left = counts > 0
     return head.centroids[left] @ query, counts[left], sums[left]
+
+
+def lifted(
+    head: HeadIndex,
+    rest: tuple[Floats, Floats, Floats],
+    read: NDArray[np.intp],
+    logits: Floats,
+    lift: float,
+) -> tuple[Floats, Floats, Floats]:
+    """Return the rest with its scores corrected: of the keys that are left, and by their spread."""
+    cluster_logits, counts, sums = rest
+    left = np.bincount(head.cluster_of[read], minlength=len(head.counts)) < head.counts
+    taken = np.bincount(head.cluster_of[read], weights=logits, minlength=len(head.counts))
+    means = (head.counts[left] * cluster_logits.astype(np.float64) - taken[left]) / counts
+    more = np.minimum(lift * head.spreads[left].astype(np.float64) ** 2, LIFT_LOG_MAX)
+    return (means + more).astype(np.float32), counts, sums
 
 
 def combine(

@@ -26,6 +26,7 @@ from openbook.indexstore.head import DEFAULT_KEYS, HeadIndex
 from openbook.indexstore.held import hold
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.layout import Kind
+from openbook.indexstore.lift import lift_plan
 from openbook.indexstore.manifest import Manifest, ManifestFields
 
 TILE_BYTES_MAX = 4 << 20  # of scores at once, per thread; sorting them takes three times as much
@@ -46,10 +47,10 @@ def reindex(
 ) -> Manifest:
     """Write the context at `path` into an empty draft, its heads indexed anew, and seal it.
 
-    The id, the time of its making and the plan of each head are kept; the index fingerprint and
-    the seconds of the build are new. `neighbours` finds each training query's best keys by inner
-    product (default: exact_neighbours). `is_cancelled` is asked before each head. One layer is in
-    memory at a time.
+    The id, the time of its making and how each head finds its keys are kept; the lift of the
+    estimate, the index fingerprint and the seconds of the build are new. `neighbours` finds each
+    training query's best keys by inner product (default: exact_neighbours). `is_cancelled` is asked
+    before each head. One layer is in memory at a time.
 
     Raises OperationCancelled (the draft is then the caller's to discard), what open_context raises
     about the old context, and what Draft.write_layer and seal raise about the new one.
@@ -72,7 +73,7 @@ def reindex(
         shard = held.shard(tokens, "full")
         ids = shard.read(Kind.TOKENS, None, check_digest=True)
         draft.write_tokens(ids, shard.read(Kind.OFFSETS, None, check_digest=True))
-        build_s = 0.0
+        build_s, plan = 0.0, []
         with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
             for layer, file in enumerate(layers):
                 shard = held.shard(file, "full")
@@ -80,11 +81,14 @@ def reindex(
                 started = clock()
                 count = len(records.heads)
                 heads = tuple(pool.map(rebuilt, [records] * count, range(count)))
+                new = replace(records, heads=heads)
+                scaling, old_plan = held.manifest.scaling[layer], held.manifest.plan[layer]
+                plan.append(lift_plan(old_plan, new, scaling=scaling, threads=threads))
                 build_s += clock() - started
-                draft.write_layer(layer, replace(records, heads=heads))
+                draft.write_layer(layer, new)
                 shard.check()
-                del shard, records, heads  # unmapped before the next one is read
-        return draft.seal(_fields(held.manifest, params, build_s))
+                del shard, records, heads, new  # unmapped before the next one is read
+        return draft.seal(replace(_fields(held.manifest, params, build_s), plan=tuple(plan)))
     finally:
         held.close()
 

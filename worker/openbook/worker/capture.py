@@ -38,6 +38,17 @@ def sample_positions(token_count: int) -> NDArray[np.int64]:
     return np.unique((np.sqrt(quantiles) * token_count).astype(np.int64))
 
 
+def probe_positions(token_count: int, count: int) -> NDArray[np.int64]:
+    """Choose positions for probes, sorted: none that trains, denser towards the end like those.
+
+    Neighbouring tokens want the same keys, and the last ones may be a heading or blank lines; so
+    the probes are spread over the text. Fewer than `count` where the text has no more to give.
+    """
+    others = np.setdiff1d(np.arange(token_count), sample_positions(token_count))
+    quantiles = (np.arange(count) + 0.5) / count
+    return np.unique(others[(np.sqrt(quantiles) * len(others)).astype(np.int64)])
+
+
 def rotated_queries(
     q: Tensor, positions: NDArray[np.int64], rotation: Rotation | None, *, spread: int = 0
 ) -> Tensor:

@@ -32,12 +32,14 @@ from openbook.indexstore.head import (
     PlanKind,
     Stored,
 )
+from openbook.indexstore.lift import lift_plan
 from openbook.indexstore.plan import force_plan, plan_head
 from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
 from openbook.worker.capture import (
     DECODE_SPREAD,
     NEIGHBOURS,
     exact_top_k,
+    probe_positions,
     rotated_queries,
     sample_positions,
     second_moment,
@@ -48,7 +50,7 @@ from openbook.worker.prefill import CapturedLayer, Prefill
 from openbook.worker.tokens import DocumentTokens, document_tokens
 from openbook.worker.window import middle_range, window_positions
 
-PROBES = 4  # queries per head whose exact answers are stored, for a later check
+PROBES = 4  # queries per head whose exact answers are stored, for the lift and a later check
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _LARGE_BLOCK_BYTES = 4 << 20  # a page fault costs less than a copy; below it nothing changes
 STORED_QUERIES_MAX = 1024  # training queries kept per KV head: an index can be rebuilt from them
@@ -197,9 +199,10 @@ class _LayerWriter:
             captured, keys, values, settings=self._settings, turn=self._rotation
         )
         del keys, values
+        plan, threads = _plan(records.heads, self._settings.plan), self._settings.threads
+        self.plan.append(lift_plan(plan, records, scaling=captured.scaling, threads=threads))
         built = self._clock()
         self._draft.write_layer(captured.layer, records)
-        self.plan.append(_plan(records.heads, self._settings.plan))
         del records
         _return_free_memory()
         self.spent.build += built - started
@@ -272,8 +275,8 @@ def _layer_records(
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
     heads = _heads(keys[:, span], values[:, span], grouped, settings=settings)
-    probes = np.arange(token_count - PROBES, token_count)
-    probe_queries = rotated_queries(captured.q, probes, turn).cpu().numpy()
+    probes = probe_positions(token_count, PROBES)
+    probe_queries = rotated_queries(captured.q, probes, turn, spread=DECODE_SPREAD).cpu().numpy()
     plan = tuple(plan_head(len(middle)) for _ in heads)
     request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
     (answer,) = attend([request], threads=settings.threads)
