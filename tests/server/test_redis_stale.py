@@ -76,8 +76,10 @@ def _put(server):
     asyncio.run(run())
 
 
+# Slow: two processes load the libraries. test_ingest_queue.py has the same for claims alone.
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stopped_at", ["sealed", pytest.param("claimed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stopped_at", ["claimed", "sealed"])
 def test_a_worker_stopped_past_its_claim_cannot_overwrite(redis_server, tmp_path, stopped_at):
     root = tmp_path / "contexts"
     _put(redis_server)
