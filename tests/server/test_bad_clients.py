@@ -155,3 +155,29 @@ def test_an_answer_that_nobody_reads_is_given_up_and_costs_little(server, monkey
         channel.close()
     until(lambda: running_tasks(server) <= tasks)
     assert_sound(server, context.name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_case_b60_two_minutes_of_silence_end_no_call_of_a_client_that_pings(make_server):
+    """A reading and a first token that are long in coming, pinged as our own client does."""
+    server = make_server(ask_deadline_s=200.0)
+    context, over = active(server), time.monotonic() + 120
+    server.engine.gate.clear()
+    server.reading.gate.clear()
+    options = [
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with grpc.insecure_channel(server.address, options=options) as channel:
+        stub = rpcs.ContextServiceStub(channel)
+        name = ingest(server, b"another").name
+        watching = stub.WatchContext(pb.WatchContextRequest(name=name), timeout=200)
+        answer = stub.Ask(naming("Ask", context.name), timeout=200)
+        until(lambda: time.monotonic() > over, seconds=150)
+        server.engine.gate.set()
+        server.reading.gate.set()
+        assert text_of(answer).startswith("who-0 ")
+        *_, last = watching
+    assert last.context.state == pb.CONTEXT_STATE_ACTIVE

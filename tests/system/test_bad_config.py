@@ -221,6 +221,7 @@ def test_contexts_of_weights_that_were_changed_are_refused(
     assert again.ask(again.ingest().name)[1].usage.answer_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     strict=True,
     raises=grpc.RpcError,
@@ -249,6 +250,7 @@ def test_python_oo_is_refused_and_every_other_refusal_stays(place: Place) -> Non
         assert words in refusal_of(start(*arguments, PYTHONOPTIMIZE="2"))
 
 
+@pytest.mark.slow
 def test_checks_are_checks_without_asserts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
     served = serve()
@@ -304,9 +306,8 @@ def test_sigterm_while_it_starts_ends_it_and_leaves_nothing_running(
     assert gone(children)
 
 
-def test_sigterm_while_it_reads_ends_it_and_the_next_start_reads_on(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_sigterm_while_it_reads_ends_it_and_the_next_start_reads_on(serve: Serve) -> None:
     first = serve()
     name = first.upload(DOCUMENT)
     next(c for c in first.watch(name) if c.progress.stage == pb.INGEST_STAGE_READING)
