@@ -22,6 +22,7 @@ import grpc
 import psutil
 import pytest
 
+from openbook.client.channel import KEEPALIVE_MS
 from openbook.server import service, upkeep
 from openbook.server.documents import Documents
 from openbook.server.lives import Lives
