@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Maker
 from heads import make_head, prefill_queries, structured
-from indexed import SCALING, IndexedMaker
+from indexed import PARAMS, SCALING, IndexedMaker
 
 from openbook.indexstore.attend import attend
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import EXACT, LIFT_MAX, AttendRequest, Budget, HeadIndex, HeadPlan
 from openbook.indexstore.lift import LIFT_UNTAUGHT, fit_lift, lift_plan, rest_means
+from openbook.indexstore.reindex import reindex
+from openbook.indexstore.store import begin, read_manifest
 
+DATA = Path(__file__).parent.parent / "data"
 GROUP = 3
 SHARPNESS = 0.25  # of the queries: attention is spread over many keys, as in a diffuse head
 SCAN, GRAPH = HeadPlan("scan", 128), HeadPlan("graph", 128)
@@ -109,6 +114,17 @@ def test_lift_of_odd_heads_stays_in_its_range(kind: str) -> None:
         assert np.isfinite(result.out).all() and np.isfinite(result.lse).all()
 
 
+def test_golden_context_is_not_lifted_until_it_is_indexed_anew(tmp_path: Path) -> None:
+    with tarfile.open(DATA / "golden-v1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    old = read_manifest(tmp_path / "golden-v1")
+    assert [head.lift for layer in old.plan for head in layer] == [(), ()]
+    with begin(tmp_path / "drafts") as draft:
+        new = reindex(tmp_path / "golden-v1", draft, PARAMS)
+    # Its middle of seven keys is always read whole.
+    assert [head.lift for layer in new.plan for head in layer] == [(LIFT_UNTAUGHT,) * 2] * 2
+
+
 def test_without_probes_there_is_no_lift() -> None:
     rows = structured(np.random.default_rng(8), 300, 16)
     none = np.zeros((GROUP, 0, 16), np.float32)
@@ -116,7 +132,7 @@ def test_without_probes_there_is_no_lift() -> None:
     assert fit_lift(head, none, none[..., 0], plan=SCAN, scaling=SCALING) == ()
 
 
-def test_lifts_of_a_layer_are_the_same_for_any_threads(tmp_path: Any) -> None:
+def test_lifts_of_a_layer_are_the_same_for_any_threads(tmp_path: Path) -> None:
     maker = IndexedMaker(tmp_path)
     fields = maker.fields()
     records = maker.layer(0, fields)
