@@ -20,7 +20,7 @@ import pytest
 from openbook.v1 import contexts_pb2 as pb
 
 from .bad_calls import NAMED, assert_sound, error_of, naming, raw_call
-from .running import DOCUMENT, KeptLog, RunningServer, active, ask, refusal, text_of
+from .running import DOCUMENT, KeptLog, RunningServer, active, ask, refusal, text_of, until
 
 ID = "0123456789abcdef" * 2
 HOSTILE = (
@@ -70,6 +70,7 @@ def test_every_method_about_a_context_is_tried():
 @pytest.mark.parametrize("method", NAMED)
 def test_case_b35_sixty_hostile_names_are_refused_unread(server, method):
     context = active(server)
+    until(lambda: not list((server.data / "uploads").iterdir()))  # just after it is ACTIVE
     before = files_under(server.data)
     for name in HOSTILE:
         call = getattr(server.stub, method)
