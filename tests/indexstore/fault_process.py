@@ -3,7 +3,8 @@
     fault_process.py trace ROOT VERB TRACE DATA     do VERB once, noting every call
     fault_process.py matrix ROOT VERB KIND N,N,…    for each N: VERB, a fault at call N, then check
 
-VERB is publish or replace. Each line of `matrix` is N, what became of the writer, which context is
+VERB is publish, saved or replace; saved is a publish with a checkpoint after each layer, which goes
+on where another left one. Each line of `matrix` is N, what became of the writer, which context is
 there (absent, old, new) and how the check ended. It forks for each, and opens nothing itself, so
 that it may.
 """
@@ -23,7 +24,7 @@ from conftest import MODEL, Maker
 
 from openbook.indexstore.errors import IndexStoreError, StoreFull, StoreWriteFailed
 from openbook.indexstore.head import HeadPlan
-from openbook.indexstore.store import Draft, open_context, publish, replace, sweep
+from openbook.indexstore.store import Draft, adopt, begin, open_context, publish, replace, sweep
 
 TINY = {
     "query_heads": 1,
@@ -46,9 +47,27 @@ def draft_of(maker: Maker, index: str) -> Draft:
     return maker.draft(maker.fields(641, index_fingerprint=index, **TINY))
 
 
+def saved_draft_of(maker: Maker, index: str) -> Draft:
+    """Seal the same context, from the last checkpoint on if there is one."""
+    fields = maker.fields(641, index_fingerprint=index, **TINY)
+    draft = adopt(maker.root, "context")
+    if draft is None:
+        draft = begin(maker.root)
+        draft.write_tokens(*maker.tokens(fields))
+    done = draft.checkpoint.state["layers"] if draft.checkpoint else 0
+    for layer in range(done, fields.layers):
+        draft.write_layer(layer, maker.layer(layer, fields))
+        draft.save("context", {"layers": layer + 1}, memoryview(b"state" * (layer + 1)))
+    draft.seal(fields)
+    return draft
+
+
 def do(verb: str, root: Path) -> bool:
     """Publish the context as "old", or replace it by "new"."""
     maker = Maker(root)
+    if verb == "saved":
+        with saved_draft_of(maker, "old") as draft:
+            return publish(draft, maker.final())
     if verb == "publish":
         with draft_of(maker, "old") as draft:
             return publish(draft, maker.final())
@@ -87,11 +106,11 @@ def check(verb: str, root: Path) -> int:
         with open_context(final, model_fingerprint=MODEL) as context:
             found = context.manifest.index_fingerprint
     print(found, end=" ", flush=True)
-    sweep(root)
-    assert is_clean(root)
+    sweep(root, keep=lambda label: verb == "saved" and label == "context")
+    assert verb == "saved" or is_clean(root)
     assert do(verb, root) is (verb == "replace" or found == "absent")
     with open_context(final, model_fingerprint=MODEL) as context:
-        assert context.manifest.index_fingerprint == {"publish": "old", "replace": "new"}[verb]
+        assert context.manifest.index_fingerprint == ("new" if verb == "replace" else "old")
     assert is_clean(root)
     return WHOLE
 

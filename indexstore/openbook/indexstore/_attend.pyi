@@ -10,7 +10,7 @@ def attend_read(
     centroid_logits: NDArray[np.float32],
     estimate: bool,
     lift: NDArray[np.float32] | None = None,
-    lift_log_max: float = 0,
+    lift_log_max: float = 0.0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
 def attend_exact(
     index: HeadIndex, queries: NDArray[np.float32], scaling: float

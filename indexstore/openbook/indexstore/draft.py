@@ -1,7 +1,8 @@
 """Writing one context: a private directory until it is sealed.
 
 Owns the life of a draft: files written record by record, synced and digested once at the seal,
-gone after any failed write. It knows nothing of where a context is published (store.py).
+gone after any failed write; and how another writer takes over one whose writer died (adopt). It
+knows nothing of where a context is published (store.py).
 
 A draft lives in <root>/.tmp/<uuid>/, mode 0700. Its writer holds an exclusive flock on the
 directory itself, from its first moment until it is published or gone: a sweep takes what it can
@@ -15,7 +16,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openbook.indexstore.canonical import decode, encode
+from openbook.indexstore.checkpoint import (
+    CHECKPOINT_NAME,
+    Checkpoint,
+    drop_checkpoint,
+    is_whole,
+    read_checkpoint,
+    write_checkpoint,
+)
 from openbook.indexstore.errors import StoreFull, StoreWriteFailed
 from openbook.indexstore.layer import LayerRecords, check_head, layer_arrays, layer_infos
 from openbook.indexstore.layout import Kind, RecordInfo, check_shapes, info_of
@@ -65,6 +74,30 @@ def begin(root: Path) -> Draft:
             if fd is not None:
                 return Draft(path, fd)
             # A sweep met the new directory before its lock did, and has taken it.
+
+
+def adopt(root: Path, label: str) -> Draft | None:
+    """Take over the draft of `label` that a dead writer left, as it was at its last checkpoint.
+
+    What came after the checkpoint is removed. None without such a draft; one that is damaged is
+    removed. Raises StoreWriteFailed.
+    """
+    with _named_errors(TMP_NAME, root):
+        for path in sorted((root / TMP_NAME).iterdir()) if (root / TMP_NAME).is_dir() else ():
+            fd = lock_directory(path) if path.is_dir() and not path.is_symlink() else None
+            if fd is None:
+                continue
+            found = read_checkpoint(path)
+            if found is not None and found.label == label and is_whole(path, found):
+                try:
+                    return Draft(path, fd, found)
+                except OSError:
+                    os.close(fd)
+                    raise
+            if found is not None and found.label == label:
+                shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+    return None
 
 
 def lock_directory(path: Path) -> int | None:
@@ -113,15 +146,19 @@ def make_directories(path: Path) -> None:
 class Draft:
     """A context being written. One thread; leave the `with` block unpublished and it is gone."""
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
-        """Take over a locked, empty directory (begin)."""
+    def __init__(self, path: Path, lock_fd: int, checkpoint: Checkpoint | None = None) -> None:
+        """Take over a locked directory: an empty one (begin), or one left by another (adopt)."""
         self.path = path
+        self.checkpoint = checkpoint  # the last one there is
         self.manifest: Manifest | None = None  # set by seal
         self.is_moved = False  # set by the rename that publishes it
         self._lock_fd: int | None = lock_fd
         # Each file stays open from its first write to its seal, so that fsync there reports an
         # error of any write-back since.
         self._files: dict[str, tuple[int, tuple[RecordEntry, ...]]] = {}
+        self._digests: dict[str, FileEntry] = {}  # of files that a checkpoint names
+        if checkpoint is not None:
+            self._take_over(checkpoint)
 
     def __enter__(self) -> Draft:
         return self
@@ -168,11 +205,29 @@ class Draft:
 
         Raises StoreWriteFailed (the draft is then discarded).
         """
+        self._drop(name for name in tuple(self._files) if name != TOKENS_NAME)
+
+    def clear(self) -> None:
+        """Remove everything written so far. Raises StoreWriteFailed (the draft is discarded)."""
+        self._drop(tuple(self._files))
+
+    def save(self, label: str, state: Mapping[str, Any], blob: memoryview) -> None:
+        """Make a checkpoint: should this process die, `adopt(root, label)` goes on from here.
+
+        The tokens and the first layers, in any number, must be written and nothing else. `state` is
+        kept as JSON keeps it, `blob` as it is. A later checkpoint replaces this one, and the seal
+        removes it. Raises ValueError, StoreFull or StoreWriteFailed (the draft is then discarded).
+        """
         self._check_open()
-        for name in [name for name in self._files if name != TOKENS_NAME]:
-            with self._discarding(name):
-                os.close(self._files.pop(name)[0])
-                (self.path / name).unlink()
+        with self._discarding(CHECKPOINT_NAME):
+            for name, (fd, records) in self._files.items():
+                if name not in self._digests:
+                    chunks = tuple(file_chunks(fd))
+                    self._digests[name] = FileEntry(name, os.fstat(fd).st_size, chunks, records)
+            files = tuple(self._digests[name] for name in self._files)
+            self.checkpoint = write_checkpoint(
+                self.path, blob, label=label, state=state, files=files, before=self.checkpoint
+            )
 
     def seal(self, fields: ManifestFields) -> Manifest:
         """Make every file durable and unchanging, and describe them in the manifest.
@@ -184,6 +239,7 @@ class Draft:
         names = [TOKENS_NAME, *(layer_name(layer) for layer in range(fields.layers))]
         if sorted(names) != sorted(self._files):
             raise ValueError(f"{len(self._files)} files written, {len(names)} expected")
+        self._drop_checkpoint()
         files = []
         for name in names:
             fd, records = self._files[name]
@@ -214,11 +270,42 @@ class Draft:
         self.release()
 
     def release(self) -> None:
-        """Let go of the directory without removing it: it has been published."""
+        """Let go of the directory without removing it: published, or left for `adopt`."""
         self._close_files()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+    def _take_over(self, checkpoint: Checkpoint) -> None:
+        """Open the files of a checkpoint and remove all others. Raises OSError."""
+        kept = {file.name for file in checkpoint.files} | {CHECKPOINT_NAME, checkpoint.blob.name}
+        for path in self.path.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        try:
+            for file in checkpoint.files:
+                fd = os.open(self.path / file.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._files[file.name] = (fd, file.records)
+                self._digests[file.name] = file
+        except OSError:
+            self._close_files()
+            raise
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Remove files, and the checkpoint that names them first."""
+        self._check_open()
+        self._drop_checkpoint()
+        for name in names:
+            with self._discarding(name):
+                os.close(self._files.pop(name)[0])
+                self._digests.pop(name, None)
+                (self.path / name).unlink()
+
+    def _drop_checkpoint(self) -> None:
+        if self.checkpoint is not None:
+            with self._discarding(CHECKPOINT_NAME):
+                drop_checkpoint(self.path, self.checkpoint)
+            self.checkpoint = None
 
     def _write(self, name: str, records: Mapping[RecordInfo, NDArray[Any]]) -> None:
         self._check_open()

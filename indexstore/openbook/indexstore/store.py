@@ -19,12 +19,15 @@ import fcntl
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
+from openbook.indexstore.checkpoint import read_checkpoint
 from openbook.indexstore.draft import (
     MODE_DIRECTORY,
     TMP_NAME,
     Draft,
+    adopt,
     begin,
     lock_directory,
     make_directories,
@@ -59,6 +62,7 @@ __all__ = [
     "StageSeconds",
     "StoredContext",
     "Summary",
+    "adopt",
     "begin",
     "delete",
     "list_contexts",
@@ -225,10 +229,11 @@ def _lock_for_deletion(fd: int, *, even_if_read: bool) -> bool:
     return True
 
 
-def sweep(root: Path) -> list[Path]:
+def sweep(root: Path, *, keep: Callable[[str], bool] = lambda _: False) -> list[Path]:
     """Remove the drafts of dead writers and what deletions left; return their former paths.
 
-    A draft whose writer lives is locked, and stays; so does a replaced context that is still open.
+    A draft whose writer lives is locked, and stays; so does one with a checkpoint of a label that
+    `keep` says yes to, and a replaced or deleted context that is still open.
     """
     removed = []
     for folder in (root / TMP_NAME, root / TRASH_NAME):
@@ -240,7 +245,8 @@ def sweep(root: Path) -> list[Path]:
                 continue
             fd = lock_directory(path)
             if fd is not None:
-                if not _is_read(path):
+                found = read_checkpoint(path)
+                if not _is_read(path) and (found is None or not keep(found.label)):
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path)
                 os.close(fd)

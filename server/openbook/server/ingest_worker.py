@@ -4,7 +4,8 @@ Owns the order of an ingest's steps outside the worker: claim, read, publish, te
 nothing of tokens. Everything it does may be done twice: a publish that finds the same context in
 place adopts it, and a document is removed only after its context is there. A deletion sets the
 reading's event first and then waits for the lock of the context's files: under that lock, an event
-that is not set means that the context is still wanted.
+that is not set means that the context is still wanted. A reading that a stop or a crash cut short
+leaves its draft, and the next one goes on from the draft's last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from openbook.indexstore.store import Draft, Manifest, Summary, begin, publish, read_summary
+from openbook.indexstore.store import (
+    Draft,
+    Manifest,
+    Summary,
+    adopt,
+    begin,
+    publish,
+    read_summary,
+)
 from openbook.server.catalog import Catalog, Stage, State
 from openbook.server.documents import Documents, Upload
 from openbook.server.errors import IngestCancelled, IngestCrashed, describe, is_fault
@@ -142,14 +151,26 @@ class IngestWorker:
                 raise IngestCancelled()
             await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts + 1)
         loop = asyncio.get_running_loop()
-        draft = await loop.run_in_executor(self._thread, begin, self._tenant_root.parent)
+        draft = await loop.run_in_executor(self._thread, self._draft, upload.context_id)
+        if draft.checkpoint is not None:
+            self._log.info(
+                "ingest_resumed",
+                context=upload.context_id,
+                layers_done=len(draft.checkpoint.files) - 1,  # the first file has the tokens
+            )
         try:
             manifest = await loop.run_in_executor(
                 self._thread, self._ingest, upload, draft, cancelled, loop
             )
             await self._publish(draft, manifest, cancelled)
         finally:
-            await asyncio.to_thread(draft.discard)
+            is_left = self._is_stopping and self._is_wanted(upload.context_id)
+            await asyncio.to_thread(draft.release if is_left else draft.discard)
+
+    def _draft(self, context_id: str) -> Draft:
+        """Return the draft that an earlier try of a document left, else an empty one; blocks."""
+        root = self._tenant_root.parent
+        return adopt(root, context_id) or begin(root)
 
     def _is_wanted(self, context_id: str) -> bool:
         entry = self._catalog.find(context_id)

@@ -21,6 +21,7 @@ from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
 from openbook.server.errors import ContextInUse, IngestQueueFull, StoreQuotaReached
+from openbook.server.identity import is_context_id
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker
 from openbook.server.lives import Lives
@@ -227,7 +228,7 @@ class Ingests:
 
     async def sweep(self) -> None:
         """Remove the files of contexts that were deleted or replaced while they were read."""
-        await asyncio.to_thread(sweep, self._tenant_root.parent)
+        await asyncio.to_thread(self._sweep)
 
     async def set_ttl(self, context_id: str, ttl_s: float | None) -> Entry:
         """Set the time to live of a context, durably; None: for ever. Raises ContextUnknown."""
@@ -276,7 +277,7 @@ class Ingests:
             )
 
     def _look_at_disk(self) -> _Found:
-        swept = len(sweep(self._tenant_root.parent)) + self._documents.sweep()
+        swept = self._sweep() + self._documents.sweep()
         entries = {entry.context_id: entry for entry in read_entries(self._tenant_root)}
         uploads = self._documents.pending() + self._documents.failed()
         known = entries.keys() | {upload.context_id for upload in uploads}
@@ -299,6 +300,14 @@ class Ingests:
             for entry in entries.values()
         ]
         return _Found(swept, named, waiting, foreign)
+
+    def _sweep(self) -> int:
+        """Remove dead drafts but those of documents that wait to be read on, and count them."""
+
+        def waits(label: str) -> bool:
+            return is_context_id(label) and self._documents.find(label) is not None
+
+        return len(sweep(self._tenant_root.parent, keep=waits))
 
     def _entry_of(self, upload: Upload) -> Entry:
         return Entry(

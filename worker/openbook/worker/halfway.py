@@ -49,11 +49,14 @@ class _Saved(_Watched):
 
     def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
         super().__init__(layer, 0, lambda *_: None)
-        self._hidden = hidden
+        self._hidden: Tensor | None = hidden
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """Return the saved hidden state, whatever came in."""
-        return self._hidden
+        """Return the saved hidden state, whatever came in, and keep it no longer."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise ValueError("a base that was entered halfway runs once")
+        return hidden
 
 
 def can_be_entered(model: Model) -> bool:

@@ -8,11 +8,10 @@ context is published.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -45,14 +44,15 @@ from openbook.worker.capture import (
     second_moment,
 )
 from openbook.worker.errors import IngestCancelled, NonFiniteKeys
+from openbook.worker.halfway import base_from, can_be_entered
+from openbook.worker.memory import return_free_memory, unmap_large_blocks
 from openbook.worker.models import Model, Rotation, rotation
 from openbook.worker.prefill import CapturedLayer, Prefill
+from openbook.worker.resume import Checkpoints, Reading, reading_digest
 from openbook.worker.tokens import DocumentTokens, document_tokens
 from openbook.worker.window import middle_range, window_positions
 
 PROBES = 4  # queries per head whose exact answers are stored, for the lift and a later check
-_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
-_LARGE_BLOCK_BYTES = 4 << 20  # a page fault costs less than a copy; below it nothing changes
 STORED_QUERIES_MAX = 1024  # training queries kept per KV head: an index can be rebuilt from them
 
 Stage = Literal["tokenizing", "reading", "sealing"]
@@ -63,7 +63,8 @@ class IngestSettings:
     """How a document is stored.
 
     `plan` forces one plan on every head, for measurement. float16 gives way to bfloat16 for the
-    whole context when a key or value does not fit it; the manifest says which was used.
+    whole context when a key or value does not fit it; the manifest says which was used. How far a
+    reading is gets saved every `checkpoint_every_s` seconds, if the model can be entered halfway.
     """
 
     layout: str
@@ -71,6 +72,7 @@ class IngestSettings:
     params: IndexParams = field(default_factory=IndexParams)
     threads: int = 1
     plan: PlanKind | None = None
+    checkpoint_every_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def ingest(
 ) -> Manifest:
     """Read a document once and seal what was read into `draft`, which the caller publishes.
 
+    A draft adopted from an earlier try of the same reading is gone on with, to the same bytes; of
+    another reading it is cleared.
+
     Raises NotText, DocumentEmpty, DocumentTooLong and LayoutUnavailable before the model runs;
     NonFiniteKeys, IngestCancelled and the store's own errors later. Nothing is sealed then.
     """
@@ -109,28 +114,32 @@ def ingest(
     tokens = document_tokens(model, document, settings.layout)
     if is_cancelled():
         raise IngestCancelled
-    draft.write_tokens(tokens.ids, tokens.offsets)
-    _unmap_large_blocks()
+    checkpoints = Checkpoints(
+        draft,
+        context_id=context_id,
+        made_from=_made_from(model, tokens, settings),
+        every_s=settings.checkpoint_every_s,
+        clock=clock,
+    )
+    reading = checkpoints.restore(model.device)
+    if reading is None:
+        draft.clear()
+        draft.write_tokens(tokens.ids, tokens.offsets)
+        reading = Reading(settings.kv_dtype)
+    unmap_large_blocks()
     tokenize_s = clock() - started
-    kv_dtype = settings.kv_dtype
     while True:
-        layer_writer = _LayerWriter(model, draft, settings, kv_dtype, clock=clock)
+        layer_writer = _LayerWriter(model, draft, settings, reading, checkpoints, clock=clock)
         try:
             _forward(model, tokens, layer_writer, on_progress, is_cancelled)
             break
         except _Float16Overflow:
-            kv_dtype = "bfloat16"
             draft.drop_layers()
+            reading = Reading("bfloat16", spent=reading.spent)
     if is_cancelled():
         raise IngestCancelled
     on_progress(IngestProgress("sealing", layers, layers))
-    spent = layer_writer.spent
-    stages = StageSeconds(
-        tokenize=tokenize_s,
-        prefill=max(0.0, clock() - started - tokenize_s - spent.build - spent.write),
-        build=spent.build,
-        write=spent.write,
-    )
+    stages = StageSeconds(tokenize=tokenize_s, **asdict(reading.spent))
     created = int(time.time()) if created_unix_s is None else created_unix_s
     return draft.seal(
         _manifest_fields(
@@ -147,27 +156,24 @@ def _forward(
     is_cancelled: Callable[[], bool],
 ) -> None:
     """Run the model without its head over all tokens, each layer through the writer."""
-    layers = model.shape.layers
+    layers, first = model.shape.layers, layer_writer.reading.layer
 
     def sink(captured: CapturedLayer) -> None:
         layer_writer.write(captured)
         on_progress(IngestProgress("reading", captured.layer + 1, layers))
 
-    on_progress(IngestProgress("reading", 0, layers))
+    on_progress(IngestProgress("reading", first, layers))
+    base = model.base
+    if can_be_entered(model):
+        base = base_from(model, first, layer_writer.take_hidden(), on_layer=layer_writer.keep)
     ids = torch.from_numpy(tokens.ids.astype(np.int64)).to(model.device)
     with torch.inference_mode():
-        model.base(
+        base(
             input_ids=ids.unsqueeze(0),
             position_ids=torch.arange(len(tokens), device=model.device).unsqueeze(0),
             use_cache=False,
             openbook=Prefill(sink, is_cancelled=is_cancelled),
         )
-
-
-@dataclass(slots=True)
-class _Spent:
-    build: float = 0.0
-    write: float = 0.0
 
 
 class _LayerWriter:
@@ -178,21 +184,25 @@ class _LayerWriter:
         model: Model,
         draft: Draft,
         settings: IngestSettings,
-        kv_dtype: KvDtype,
+        reading: Reading,
+        checkpoints: Checkpoints,
         *,
         clock: Callable[[], float],
     ) -> None:
-        self.kv_dtype: KvDtype = kv_dtype
-        self.spent = _Spent()
-        self.plan: list[tuple[HeadPlan, ...]] = []
+        self.reading = reading
         self._draft = draft
         self._settings = settings
+        self._checkpoints = checkpoints
         self._clock = clock
+        self._since = clock()  # what is neither building nor writing is the model's
         self._rotation = rotation(model)
+        self._layers = model.shape.layers
 
     def write(self, captured: CapturedLayer) -> None:
         """Index and write one layer. Raises NonFiniteKeys before anything of it is written."""
         started = self._clock()
+        spent = self.reading.spent
+        spent.prefill += started - self._since
         keys = self._stored(captured.layer, captured.k)  # (KV heads, n, d)
         values = self._stored(captured.layer, captured.v)  # (KV heads, n, dv)
         records = _layer_records(
@@ -200,13 +210,31 @@ class _LayerWriter:
         )
         del keys, values
         plan, threads = _plan(records.heads, self._settings.plan), self._settings.threads
-        self.plan.append(lift_plan(plan, records, scaling=captured.scaling, threads=threads))
+        self.reading.plan.append(
+            lift_plan(plan, records, scaling=captured.scaling, threads=threads)
+        )
         built = self._clock()
         self._draft.write_layer(captured.layer, records)
         del records
-        _return_free_memory()
-        self.spent.build += built - started
-        self.spent.write += self._clock() - built
+        return_free_memory()
+        self.reading.layer = captured.layer + 1
+        self._since = self._clock()
+        spent.build += built - started
+        spent.write += self._since - built
+
+    def keep(self, layer: int, hidden: Tensor) -> None:
+        """Save how far the reading is after a layer, if it is time; the last one is sealed soon."""
+        if layer + 1 < self._layers and self._checkpoints.is_due():
+            started = self._clock()
+            self._checkpoints.save(self.reading, hidden)
+            saved_s = self._clock() - started
+            self._since += saved_s
+            self.reading.spent.write += saved_s
+
+    def take_hidden(self) -> Tensor | None:
+        """Return what the layer before the first gave, once: it is as large as a layer's input."""
+        hidden, self.reading.hidden = self.reading.hidden, None
+        return hidden
 
     def _stored(self, layer: int, rows: Tensor) -> Stored:
         """Round to the stored type; every number must be finite, before and after."""
@@ -215,27 +243,19 @@ class _LayerWriter:
         if not finite.all():
             head, position, _ = (int(i) for i in np.argwhere(~finite)[0])
             raise NonFiniteKeys(layer, head, position)
-        if not fits(wide, self.kv_dtype):
+        if not fits(wide, self.reading.kv_dtype):
             raise _Float16Overflow
-        return to_stored(wide, self.kv_dtype)
+        return to_stored(wide, self.reading.kv_dtype)
 
 
-def _unmap_large_blocks() -> None:
-    """Have the C library (glibc) give each large block back to the system when it is freed.
-
-    By default its threshold grows with what it sees, and the activations and tiles of every layer
-    leave holes that stay part of the peak. The promise is a peak near that of a bare forward.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
-def _return_free_memory() -> None:
-    """Give the freed small blocks of a layer's build back to the system as well (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _made_from(model: Model, tokens: DocumentTokens, settings: IngestSettings) -> str:
+    chosen = {
+        "layout": settings.layout,
+        "kv_dtype": settings.kv_dtype,
+        "index": settings.params.fingerprint(),
+        "plan": settings.plan,
+    }
+    return reading_digest(model, tokens, chosen)
 
 
 def _plan(heads: tuple[HeadIndex, ...], forced: PlanKind | None) -> tuple[HeadPlan, ...]:
@@ -339,7 +359,8 @@ def _manifest_fields(
     stages: StageSeconds,
     created: int,
 ) -> ManifestFields:
-    shape, settings, kv_dtype = model.shape, layer_writer._settings, layer_writer.kv_dtype
+    shape, settings = model.shape, layer_writer._settings
+    kv_dtype = layer_writer.reading.kv_dtype
     row = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim)
     fields = model.fingerprint_fields.stored_as(prompt_layout=settings.layout, kv_dtype=kv_dtype)
     return ManifestFields(
@@ -356,7 +377,7 @@ def _manifest_fields(
         value_dim=shape.value_dim,
         kv_dtype=kv_dtype,
         scaling=shape.scalings,
-        plan=tuple(layer_writer.plan),
+        plan=tuple(layer_writer.reading.plan),
         created_unix_s=created,
         stages_s=stages,
         kv_bytes_16bit=2 * row * len(tokens),
