@@ -6,6 +6,7 @@ import shutil
 import grpc
 import pytest
 
+from openbook.server import opened
 from openbook.v1 import contexts_pb2 as pb
 
 from .running import active, ask, refusal, text_of, until
@@ -141,3 +142,24 @@ def test_a_caller_that_leaves_during_the_open_leaks_no_claim(server):
         return True
 
     until(deleted)  # a leaked claim would hold the lock on the files for ever
+
+
+def test_open_contexts_leave_descriptors_for_the_rest(server):
+    """Idle ones make room; when asks use all places, one more is refused."""
+    assert opened.contexts_max(1024, layers=30) == 31
+    assert opened.contexts_max(20, layers=30) == 1
+    server.app.opened._contexts_max = 2
+    contexts = [active(server, b"number %d" % n) for n in range(3)]
+    for context in contexts:
+        assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+    assert server.engine.loads == 3
+    assert sum(holders[0] > 0 for _, holders in server.engine._live.values()) == 2
+    server.engine.gate.clear()
+    running = [ask(server, context.name, max_tokens=1) for context in contexts[:2]]
+    until(lambda: len(server.engine.asks) == 5)
+    status, reason, details = refusal(lambda: ask(server, contexts[2].name))
+    assert (status, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OPENED_FULL")
+    assert details == {"limit": "2"}
+    server.engine.gate.set()
+    assert [text_of(each) for each in running] == ["who-0 "] * 2
+    assert text_of(ask(server, contexts[2].name, max_tokens=1)) == "who-0 "

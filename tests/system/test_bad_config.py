@@ -221,11 +221,6 @@ def test_contexts_of_weights_that_were_changed_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    raises=grpc.RpcError,
-    reason="open contexts are bounded by their bytes and not by their descriptors",
-)
 def test_with_64_descriptors_every_context_is_answered(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

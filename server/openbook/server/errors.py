@@ -165,8 +165,8 @@ class AsksFull(ServerError):
 class OpenedFull(ServerError):
     """The contexts being read fill the memory set aside for them."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"contexts in use fill the {limit} bytes set aside for open ones")
+    def __init__(self, limit: int, *, what: str = "bytes set aside for open ones") -> None:
+        super().__init__(f"contexts in use fill the {limit} {what}")
         self.limit = limit
 
 

@@ -1,4 +1,4 @@
-"""The contexts this process keeps open, up to a number of bytes.
+"""The contexts this process keeps open, up to a number of bytes and of contexts.
 
 Owns which contexts stay open between asks, and the look at their files before each one: files that
 changed are opened anew, and whoever had the old ones open keeps them. It lives on the event loop's
@@ -19,6 +19,7 @@ from openbook.worker import Engine, OpenedContext
 
 # What a file is known by: name, inode, bytes, and when content and inode last changed. Whoever
 # changes a file changes its stamp, short of setting the machine's clock back.
+DESCRIPTORS_KEPT = 48  # for calls, the reading of a document, Redis and the libraries
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
@@ -46,10 +47,14 @@ class _Slot:
 class OpenedContexts:
     """Open contexts for asks, and close the least recently used ones when room is needed."""
 
-    def __init__(self, engine: Engine, keeper: LeaseKeeper, *, bytes_max: int) -> None:
+    def __init__(
+        self, engine: Engine, keeper: LeaseKeeper, *, bytes_max: int, contexts_max: int
+    ) -> None:
+        """Keep at most `contexts_max` open, each of which holds descriptors, and `bytes_max`."""
         self._engine = engine
         self._keeper = keeper
         self._bytes_max = bytes_max
+        self._contexts_max = contexts_max
         self._slots: dict[str, _Slot] = {}  # least recently used first
         self._retired: set[_Slot] = set()  # deleted under asks that have not ended
 
@@ -114,15 +119,18 @@ class OpenedContexts:
 
     def _make_room(self, slot: _Slot) -> None:
         others = [other for other in (*self._slots.values(), *self._retired) if other is not slot]
-        taken = sum(other.bytes for other in others if other.kept is not None or other.users)
-        for other in others:
-            if taken + slot.bytes <= self._bytes_max:
+        is_open = [other for other in others if other.kept is not None or other.users]
+        taken, count = sum(other.bytes for other in is_open), len(is_open)
+        for other in is_open:
+            if taken + slot.bytes <= self._bytes_max and count < self._contexts_max:
                 return
             if other.users == 0:
-                taken -= other.bytes
+                taken, count = taken - other.bytes, count - 1
                 self._close(other)
         if taken and taken + slot.bytes > self._bytes_max:
             raise OpenedFull(self._bytes_max)
+        if count >= self._contexts_max:
+            raise OpenedFull(self._contexts_max, what="places that the limit of open files leaves")
 
     def _leave(self, slot: _Slot) -> None:
         slot.users -= 1
@@ -139,6 +147,11 @@ class OpenedContexts:
         if slot.kept is not None:
             slot.kept.close()
             slot.kept = None
+
+
+def contexts_max(descriptors: int, *, layers: int) -> int:
+    """Return how many contexts of `layers` layers may be open under a limit of descriptors."""
+    return max(1, (descriptors - DESCRIPTORS_KEPT) // (layers + 1))  # a lock, and a file a layer
 
 
 def _close_claim(claim: OpenedContext) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import resource
 import socket
 import time
 import uuid
@@ -28,7 +29,7 @@ from openbook.server.leases import LeaseKeeper, Leases
 from openbook.server.lives import Lives
 from openbook.server.logs import Log
 from openbook.server.naming import ContextNaming
-from openbook.server.opened import OpenedContexts
+from openbook.server.opened import OpenedContexts, contexts_max
 from openbook.server.service import ContextService, Limits
 from openbook.server.settings import Settings
 from openbook.server.start import Prepared
@@ -58,7 +59,13 @@ class Parts:
         leases = Leases(self.broker, worker_id=worker_id, ttl_s=settings.lease_ttl_s)
         self.keeper = LeaseKeeper(leases, renew_every_s=settings.lease_ttl_s / 3)
         self.catalog = Catalog()
-        self.opened = OpenedContexts(engine, self.keeper, bytes_max=settings.opened_bytes_max)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.opened = OpenedContexts(
+            engine,
+            self.keeper,
+            bytes_max=settings.opened_bytes_max,
+            contexts_max=contexts_max(descriptors, layers=model.shape.layers),
+        )
         asks_max = settings.sequences_max + settings.asks_waiting_max
         self.decode = DecodeWorker(engine, self.opened, asks_max=asks_max, log=log)
         self._wire_ingest(held.secret, model, read, worker_id)
