@@ -157,6 +157,8 @@ def open_manifest(path: Path) -> int:
     if not is_directory:
         raise ContextMissing(str(path))
     file = path / MANIFEST_NAME
+    if not os.path.lexists(file) and not path.is_dir():
+        raise ContextMissing(str(path))  # deleted between the two looks
     if not os.path.lexists(file):
         raise ContextIncomplete(str(path), f"it has no {MANIFEST_NAME}")
     with open_regular(file) as fd:
