@@ -114,6 +114,13 @@ def test_a_damaged_draft_is_not_gone_on_with(maker: Any, file: str, damage: str)
     assert list((maker.root / ".tmp").iterdir()) == []
 
 
+def test_a_draft_with_something_in_the_way_is_not_gone_on_with(maker: Any) -> None:
+    path = left(maker).path
+    (path / "folder").mkdir()
+    assert adopt(maker.root, LABEL) is None
+    assert not path.exists()
+
+
 def test_a_sweep_keeps_what_is_to_be_gone_on_with(maker: Any) -> None:
     kept, other = left(maker), left(maker, label="1" * 32)
     dead = begin(maker.root)

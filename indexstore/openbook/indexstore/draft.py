@@ -89,11 +89,8 @@ def adopt(root: Path, label: str) -> Draft | None:
                 continue
             found = read_checkpoint(path)
             if found is not None and found.label == label and is_whole(path, found):
-                try:
+                with suppress(OSError):  # else something there is in the way: removed with it
                     return Draft(path, fd, found)
-                except OSError:
-                    os.close(fd)
-                    raise
             if found is not None and found.label == label:
                 shutil.rmtree(path, ignore_errors=True)
             os.close(fd)

@@ -164,8 +164,8 @@ class IngestWorker:
             )
             await self._publish(draft, manifest, cancelled)
         finally:
-            is_left = self._is_stopping and self._is_wanted(upload.context_id)
-            is_left = is_left and draft.checkpoint is not None
+            is_wanted = self._is_stopping and self._is_wanted(upload.context_id)
+            is_left = is_wanted and draft.checkpoint is not None
             await asyncio.to_thread(draft.release if is_left else draft.discard)
 
     def _draft(self, context_id: str) -> Draft:

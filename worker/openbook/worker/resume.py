@@ -110,7 +110,6 @@ def reading_digest(model: Model, tokens: DocumentTokens, settings: dict[str, Any
     """Return the SHA-256 of all that decides what a reading stores."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(json.dumps(model.fingerprint_fields.parts(), sort_keys=True).encode())
-    digest.update(str(model.module.dtype).encode())
     digest.update(tokens.ids.tobytes())
     digest.update(tokens.offsets.tobytes())
     return digest.hexdigest()
