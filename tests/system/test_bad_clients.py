@@ -107,7 +107,7 @@ def test_asks_over_the_capacity_are_refused_within_250_ms(served: Served, name: 
     """The refused take their time in this process, with one thread; the server has the other."""
     admitted = [long_ask(served, name, seed=n, temperature=1.0) for n in range(CAPACITY)]
     until_full = time.monotonic() + 30
-    # One that overtakes the last of these has its place, and that one was refused: it is sent again.
+    # One that overtakes the last of these has its place, and that one was refused: send another.
     while end_of(served, name, timeout=1.0) != grpc.StatusCode.RESOURCE_EXHAUSTED:
         assert time.monotonic() < until_full
         admitted.append(long_ask(served, name, seed=len(admitted), temperature=1.0))
