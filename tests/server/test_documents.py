@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from openbook.server import directory
 from openbook.server.documents import Documents, Upload
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
 
@@ -71,6 +72,42 @@ def test_a_full_disk_is_named_and_discarding_still_works(data, monkeypatch):
     with pytest.raises(StorageFull):
         receiving.finish()
     receiving.discard()
+    assert list((data / "uploads").iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [1, 2])  # the name, the record
+def test_a_document_that_cannot_be_kept_leaves_nothing(data, monkeypatch, write):
+    documents = Documents(data, bytes_max=10)
+    writes = iter(range(1, 9))
+    whole = directory.write_whole
+
+    def fail(path, content):
+        if next(writes) == write:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(path, content)
+
+    monkeypatch.setattr("openbook.server.documents.write_whole", fail)
+    receiving = documents.receive()
+    receiving.finish()
+    with pytest.raises(StorageFull):
+        documents.keep(receiving, record(), display_name="Light")
+    receiving.discard()
+    assert [path for path in data.rglob("*") if path.is_file()] == []
+
+
+def test_an_attempt_or_failure_that_cannot_be_noted_leaves_no_record_without_reason(
+    data, monkeypatch
+):
+    documents = Documents(data, bytes_max=10)
+    upload = keep(documents)
+
+    def fail(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("openbook.server.documents.write_whole", fail)
+    with pytest.raises(StorageFull):
+        documents.count_attempts(upload, 1)
+    documents.fail(upload, reason="STORE_FULL", text="the server's disk is full")
     assert list((data / "uploads").iterdir()) == []
 
 

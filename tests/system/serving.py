@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -27,12 +27,22 @@ COMMAND = "import typer; from openbook.server.commands import serve; typer.run(s
 class Served:
     """One `openbook serve` process and a channel to it."""
 
-    def __init__(self, model: Path, data: Path, log: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        data: Path,
+        log: Path,
+        *,
+        within: Sequence[str] = (),
+        script: Path | None = None,
+    ) -> None:
+        """Start by the command line `within`, if any, and run `script` in place of `serve`."""
         self.data = data
         self.log = log
+        serve = ["-c", COMMAND] if script is None else [str(script)]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, "--listen", "127.0.0.1:0", "--data", str(data),
+                [*within, sys.executable, *serve, "--listen", "127.0.0.1:0", "--data", str(data),
                  "--model", str(model), "--threads", "1"],
                 stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip

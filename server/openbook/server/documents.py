@@ -98,12 +98,18 @@ class Documents:
             return Receiving(self._uploads / f"{uuid.uuid4().hex}.part", self._bytes_max)
 
     def keep(self, receiving: Receiving, upload: Upload, *, display_name: str) -> None:
-        """Make a finished upload pending, durably. Raises StorageFull."""
-        with _full_named():
-            self.name(upload.context_id, display_name)
-            self._write_record(upload)
-            os.rename(receiving.path, self._document(upload.context_id))
-            sync_directory(self._uploads)
+        """Make a finished upload pending, durably, or leave nothing of it. Raises StorageFull."""
+        try:
+            with _full_named():
+                self.name(upload.context_id, display_name)
+                self._write_record(upload)
+                os.rename(receiving.path, self._document(upload.context_id))
+                sync_directory(self._uploads)
+        except BaseException:
+            with suppress(OSError):  # what cannot be removed is swept at the next start
+                self.remove(upload.context_id)
+                self.name(upload.context_id, "")
+            raise
 
     def pending(self) -> list[Upload]:
         """Return the documents that wait to be read, oldest first."""
@@ -127,17 +133,23 @@ class Documents:
         return document
 
     def count_attempts(self, upload: Upload, attempts: int) -> Upload:
-        """Note, durably, how often the document was begun and neither read nor given back."""
+        """Note, durably, how often the document was begun and neither read nor given back.
+
+        Raises StorageFull.
+        """
         counted = upload.model_copy(update={"attempts": attempts})
-        self._write_record(counted)
-        sync_directory(self._uploads)
+        with _full_named():
+            self._write_record(counted)
+            sync_directory(self._uploads)
         return counted
 
     def fail(self, upload: Upload, *, reason: str, text: str) -> None:
         """Remove the document and keep why it could not be read."""
         failed = upload.model_copy(update={"error_reason": reason, "error_text": text})
-        with suppress(OSError):  # without a record the failure is forgotten at the next start
+        try:
             self._write_record(failed)
+        except OSError:  # without a record the failure is forgotten at the next start
+            self.remove(upload.context_id)
         self._document(upload.context_id).unlink(missing_ok=True)
 
     def remove(self, context_id: str) -> None:
