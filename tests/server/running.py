@@ -134,7 +134,7 @@ class RunningServer:
         self.valkey: Any = None  # the embedded one, unless a Redis URL is given
         given = {"data": data, "model": "fake", "listen": "127.0.0.1:0", "drain_s": 5, **settings}
         self.settings = Settings(**given)
-        self.token: bytes | None = None
+        self.tokens: tuple[bytes, ...] = ()
         self.app: Any = None
         self.address = ""
         self._loop: Any = None
@@ -182,7 +182,7 @@ class RunningServer:
         if self.settings.redis_url is None:
             self.valkey = await server_app.start_valkey(self.data, self.log)
         server = server_app.new_server()
-        held = Prepared(b"s" * 32, self.token)
+        held = Prepared(b"s" * 32, self.tokens)
         self.address = server_app.bind(server, self.settings.listen)
         self.app = server_app.App(
             self.settings, held, self.model, self.engine,

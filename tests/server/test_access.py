@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from openbook.server import app as server_app
-from openbook.server.access import AccessRefused, load_certificate, load_token
+from openbook.server.access import AccessRefused, load_certificate, load_tokens
 from openbook.server.errors import Unauthenticated
 from openbook.server.gate import Gate
 from openbook.v1 import contexts_pb2 as pb
@@ -35,7 +35,7 @@ REQUESTS = {
 @pytest.fixture
 def guarded(make_server):
     server = make_server()
-    server.app.service.gate = Gate(TOKEN)
+    server.app.service.gate = Gate([TOKEN])
     return server
 
 
@@ -69,9 +69,9 @@ def test_with_the_token_calls_are_served_and_health_needs_none(guarded):
 
 
 def test_without_a_token_everybody_is_let_in():
-    Gate(None).check(None)
+    assert Gate(()).check(None, peer="who") == "who"
     with pytest.raises(Unauthenticated):
-        Gate(TOKEN).check(None)
+        Gate([TOKEN]).check(None, peer="who")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused(tmp_path, content
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(AccessRefused) as refused:
-        load_token(path)
+        load_tokens(path)
     assert content.decode("utf-8") not in str(refused.value) or not content
 
 
@@ -91,12 +91,38 @@ def test_a_secret_file_that_others_can_read_is_refused(tmp_path):
     path.write_bytes(TOKEN + b"\n")
     path.chmod(0o644)
     with pytest.raises(AccessRefused, match="chmod 600"):
-        load_token(path)
+        load_tokens(path)
     path.chmod(0o600)
-    assert load_token(path) == TOKEN
+    assert load_tokens(path) == (TOKEN,)
     for odd in (tmp_path / "absent", tmp_path):
         with pytest.raises(AccessRefused):
-            load_token(odd)
+            load_tokens(odd)
+
+
+def test_a_file_may_hold_several_tokens_and_each_is_a_caller(tmp_path):
+    path = tmp_path / "tokens"
+    other = TOKEN[::-1]
+    path.write_bytes(b"\n" + TOKEN + b"  \r\n\n" + other + b"\n")
+    path.chmod(0o600)
+    gate = Gate(load_tokens(path))
+    given = [(("authorization", "Bearer " + token.decode()),) for token in (TOKEN, other)]
+    callers = [gate.check(metadata, peer="where") for metadata in given]
+    assert callers == ["token 0", "token 1"]
+    assert Gate([TOKEN]).check(given[0], peer="where") == "where"
+    with pytest.raises(Unauthenticated):
+        gate.check((("authorization", "Bearer " + "c" * 32),), peer="where")
+
+
+@pytest.mark.parametrize(
+    "content", [TOKEN + b"\nshort\n", TOKEN + b"\n" + TOKEN, b"\n \n", b"a" * 32 + b"\xff"]
+)
+def test_a_token_file_with_one_wrong_line_is_refused_whole(tmp_path, content):
+    path = tmp_path / "tokens"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(AccessRefused) as refused:
+        load_tokens(path)
+    assert TOKEN.decode() not in str(refused.value) and "short" not in str(refused.value)
 
 
 def test_a_server_with_a_certificate_answers_over_tls(tmp_path):

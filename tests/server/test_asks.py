@@ -10,7 +10,7 @@ from openbook.v1 import contexts_pb2 as pb
 
 def spec(**fields):
     request = pb.AskRequest(**{"context": "contexts/x", "question": "q", **fields})
-    return ask_spec(request, answer_tokens_max=2048)
+    return ask_spec(request, answer_tokens_max=2048, caller="who")
 
 
 def keys(count):

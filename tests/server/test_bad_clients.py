@@ -101,8 +101,9 @@ def test_a_hundred_asks_that_are_cancelled_stop_within_200_ms_each(server):
     assert_sound(server, context.name)
 
 
-def test_asks_far_over_the_capacity_are_refused_quickly_and_the_others_answered(server):
+def test_asks_far_over_the_capacity_are_refused_quickly_and_the_others_answered(make_server):
     """Eight times as many as run and wait; the callers share a process with the server."""
+    server = make_server(asks_per_caller_max=4352, calls_per_caller_max=8192)
     context, settings = active(server), server.settings
     capacity = settings.sequences_max + settings.asks_waiting_max
     server.engine.gate.clear()

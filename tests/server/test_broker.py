@@ -8,6 +8,7 @@ import time
 import pytest
 import redis
 
+from openbook.server import broker as broker_module
 from openbook.server.broker import REFUSAL_TOLD_S, Broker
 from openbook.server.errors import BrokerAway
 
@@ -166,14 +167,22 @@ def test_a_wrong_password_is_told_of_once(redis_server, log):
     asyncio.run(run())
 
 
-def test_the_broker_warns_when_leases_may_be_evicted(redis_server, log):
+def test_the_broker_warns_whenever_leases_begin_to_be_evicted(redis_server, log, monkeypatch):
+    monkeypatch.setattr(broker_module, "POLICY_S", 0.01)
+
     async def run():
         broker = Broker(redis_server.url, log=log)
-        await broker.warn_about_eviction()
-        assert log.names() == []
-        await broker.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-        await broker.warn_about_eviction()
-        assert log.names() == ["redis_evicts_leases"]
+        watching = asyncio.create_task(broker.watch_policy())
+        for policy, warnings in (
+            ("noeviction", 0), ("allkeys-lru", 1), ("volatile-lru", 1), ("allkeys-lfu", 2),
+        ):  # fmt: skip
+            await broker.command("CONFIG", "SET", "maxmemory-policy", policy)
+            await asyncio.sleep(0.2)
+            assert log.names() == ["redis_evicts_leases"] * warnings
+        redis_server.stop()
+        await asyncio.sleep(0.2)
+        assert not watching.done()
+        watching.cancel()
         await broker.close()
 
     asyncio.run(run())

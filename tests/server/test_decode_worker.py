@@ -152,6 +152,23 @@ def test_pieces_that_wait_go_out_as_one_message_before_the_end():
     asyncio.run(run())
 
 
+def test_pieces_that_wait_never_outgrow_a_message():
+    async def run():
+        stream = AnswerStream(asyncio.get_running_loop())
+        for _ in range(32_768):  # the longest answer that may be asked for
+            stream.push(Delta("\u00e9" * 50))
+        await asyncio.sleep(0.5)
+        stream.fail(ValueError("x"))
+        pieces = []
+        with pytest.raises(ValueError):
+            while True:
+                pieces.append(await stream.next())
+        assert "".join(pieces) == "\u00e9" * 50 * 32_768
+        assert max(len(piece.encode()) for piece in pieces) <= 1 << 20
+
+    asyncio.run(run())
+
+
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(service, "STALL_S", 0.05)
 

@@ -31,7 +31,7 @@ from openbook.v1 import contexts_pb2 as pb
 from .serving import DOCUMENT, Served
 
 MIB = 1 << 20
-CAPACITY = 8 + 16  # sequences_max and asks_waiting_max, as they are by default
+CAPACITY = 24  # asks_per_caller_max, as it is by default
 CANARY = "zyxxy-canary-7141"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openbook.worker import Engine
+from openbook.worker import Engine, Finished
 from openbook.worker.errors import BadAsk, QuestionTooLong
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext
@@ -74,4 +74,28 @@ def test_a_question_over_the_token_limit_is_refused_before_it_is_queued(
         Asked(engine, spec("Q? And"), context)
     assert caught.value.limit == limit < caught.value.tokens
     assert engine.load == (0, 0)
+    engine.close()
+
+
+def test_asks_of_callers_take_turns_and_those_of_one_go_in_order(
+    tiny_model: Tiny, context: OpenedContext
+) -> None:
+    engine = Engine(tiny_model("llama", 9, 3), threads=1, sequences_max=2)
+    ended: list[str] = []
+
+    def submit(caller: str, number: int) -> None:
+        def note(event: object) -> None:
+            if isinstance(event, Finished):
+                ended.append(f"{caller}{number}")
+
+        engine.submit(spec(max_tokens=2, caller=caller), context, note)
+
+    for number in range(5):
+        submit("many", number)
+    engine.step()  # two of the first caller run
+    for number in range(2):
+        submit("few", number)
+    run_all(engine)
+    assert [name for name in ended if name.startswith("many")] == [f"many{n}" for n in range(5)]
+    assert ended.index("few0") == 2 and ended.index("few1") <= 5, ended
     engine.close()

@@ -1,4 +1,4 @@
-"""The files that decide who may call: the token, the certificate and its key.
+"""The files that decide who may call: the tokens, the certificate and its key.
 
 Owns what is taken for one. It knows nothing of calls (gate.py) and imports nothing that takes long:
 a start that must be refused is refused at once.
@@ -13,6 +13,7 @@ from pathlib import Path
 from openbook.server.directory import read_regular
 
 TOKEN = re.compile(rb"[!-~]{32,512}")  # what a header may carry; too long to be guessed
+TOKENS_MAX = 256  # each call is held against every one
 FILE_BYTES_MAX = 1 << 20
 
 
@@ -20,12 +21,23 @@ class AccessRefused(Exception):
     """A token or certificate cannot be used; the text is one line for a person."""
 
 
-def load_token(path: Path) -> bytes:
-    """Return the token in a file, white space around it dropped. Raises AccessRefused."""
-    token = _secret_file(path, "token").strip()
-    if TOKEN.fullmatch(token) is None:
-        raise AccessRefused(f"the token in {path} must be 32 to 512 printable ASCII characters")
-    return token
+def load_tokens(path: Path) -> tuple[bytes, ...]:
+    """Return the tokens in a file, one a line, white space around them dropped.
+
+    Raises AccessRefused, which names a line by its number.
+    """
+    lines = _secret_file(path, "token file").splitlines()
+    tokens = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    for number, token in tokens.items():
+        if TOKEN.fullmatch(token) is None:
+            raise AccessRefused(
+                f"line {number} of {path} must be a token of 32 to 512 printable ASCII characters"
+            )
+    if not 1 <= len(tokens) <= TOKENS_MAX:
+        raise AccessRefused(f"{path} must hold 1 to {TOKENS_MAX} tokens, one a line")
+    if len(set(tokens.values())) < len(tokens):
+        raise AccessRefused(f"{path} holds a token twice; each stands for another caller")
+    return tuple(tokens.values())
 
 
 def load_certificate(certificate: Path, key: Path) -> tuple[bytes, bytes]:

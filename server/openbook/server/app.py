@@ -110,12 +110,12 @@ class App(Parts):
         for keep in (
             self.keeper.keep,
             self.broker.keep,
+            self.broker.watch_policy,
             self.ingest_worker.run,
             self.collector.keep,
             self.health.keep,
         ):
             self._tasks.append(asyncio.create_task(self._kept(keep)))
-        self._tasks.append(asyncio.create_task(self.broker.warn_about_eviction()))
         rpcs.add_ContextServiceServicer_to_server(  # type: ignore[no-untyped-call]
             self.service, server
         )

@@ -32,7 +32,7 @@ PLANS: dict[int, PlanKind | None] = {
 }
 
 
-def ask_spec(request: pb.AskRequest, *, answer_tokens_max: int) -> AskSpec:
+def ask_spec(request: pb.AskRequest, *, answer_tokens_max: int, caller: str) -> AskSpec:
     """Return what `request` asks for. Raises ArgumentInvalid or FieldNotSupported."""
     _refuse_not_served(request)
     _check_text(request)
@@ -48,6 +48,7 @@ def ask_spec(request: pb.AskRequest, *, answer_tokens_max: int) -> AskSpec:
         stop=tuple(request.stop),
         budget=_budget(request),
         plan=PLANS[request.plan],
+        caller=caller,
     )
 
 

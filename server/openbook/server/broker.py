@@ -32,6 +32,7 @@ COMMAND_DEADLINE_S = 0.5
 REST_S = 0.5  # after a failure: fail at once for this long instead of making each caller wait
 WATCH_S = 1.0
 CONNECTIONS_MAX = 16  # further commands wait for a place, within their deadline
+POLICY_S = 60.0  # how often a Redis is asked whether it evicts
 REFUSAL_TOLD_S = 60.0  # a Redis that refuses is told of so often, however many commands it refuses
 SEEN_KEY = "openbook:seen"
 SEEN_MS = 10_000
@@ -126,15 +127,25 @@ class Broker:
         if not task.cancelled():
             task.exception()  # seen: its caller may have been cancelled
 
-    async def warn_about_eviction(self) -> None:
-        """Log a warning when this Redis may evict live leases. Never raises."""
+    async def watch_policy(self) -> None:
+        """Log a warning whenever this Redis begins to evict live leases, until cancelled."""
+        told = ""
+        while True:
+            policy = await self._policy()
+            if policy is not None and policy != told:
+                told = policy
+                if policy.startswith("allkeys-"):
+                    self._log.warning("redis_evicts_leases", policy=policy)
+            await asyncio.sleep(POLICY_S)
+
+    async def _policy(self) -> str | None:
+        """Return what this Redis does when its memory is full, or None when it does not say."""
         try:
             reply = await self.command("CONFIG GET", "maxmemory-policy")
         except BrokerAway:
-            return
-        policy = reply.get("maxmemory-policy", "") if isinstance(reply, dict) else ""
-        if str(policy).startswith("allkeys-"):
-            self._log.warning("redis_evicts_leases", policy=policy)
+            return None
+        policy = reply.get("maxmemory-policy") if isinstance(reply, dict) else None
+        return policy if isinstance(policy, str) else None
 
     async def keep(self) -> None:
         """Start the embedded Valkey whenever it does not run, until cancelled."""

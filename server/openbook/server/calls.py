@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from openbook.server.callers import Callers
 from openbook.server.errors import DeadlinePassed, WireError, describe, is_fault
 from openbook.server.gate import Gate
 from openbook.server.logs import Log, fault_fields
@@ -31,6 +32,7 @@ class HasCalls(Protocol):
 
     log: Log
     gate: Gate
+    callers: Callers
     running: int  # calls under way that a stop waits for
 
     def deadline_s(self, method: str) -> float:
@@ -50,8 +52,8 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
         started = time.monotonic()
         status = "CANCELLED"
         try:
-            self.gate.check(rpc.invocation_metadata())
-            answer = await _in_time(self, handler, request, rpc)
+            with self.callers.calling(caller_of(self, rpc), method):
+                answer = await _in_time(self, handler, request, rpc)
             status = "OK"
             return answer
         except BaseException as error:
@@ -68,6 +70,11 @@ def served(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
         raise AssertionError("abort always raises")
 
     return call
+
+
+def caller_of(servicer: HasCalls, rpc: Rpc) -> str:
+    """Return who calls. Raises Unauthenticated."""
+    return servicer.gate.check(rpc.invocation_metadata(), peer=rpc.peer())
 
 
 def _is_cancelled(error: BaseException) -> bool:

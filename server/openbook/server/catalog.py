@@ -54,7 +54,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known about one context. `fingerprint` is empty unless it is published."""
+    """What is known about one context. `fingerprint` is empty unless it is published.
+
+    `caller` is who sent it, as far as this process knows; none is known after a restart.
+    """
 
     context_id: str
     model: str
@@ -72,6 +75,7 @@ class Entry:
     timing: Timing = Timing()
     error_reason: str = ""
     error_text: str = ""
+    caller: str = ""
 
     def activated(self, summary: Summary) -> Entry:
         """Return this entry as the published context that `summary` describes."""

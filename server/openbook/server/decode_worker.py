@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -30,6 +31,7 @@ from openbook.worker import (
 )
 
 STOP_S = 30.0
+EVENTS_MAX = 1024  # of so many tokens the text is far below what one message may hold
 
 
 class AnswerStream:
@@ -40,7 +42,7 @@ class AnswerStream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._events: list[AnswerEvent] = []
+        self._events: deque[AnswerEvent] = deque()
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
@@ -57,14 +59,14 @@ class AnswerStream:
         self._arrived.set()
 
     async def next(self) -> str | Finished:
-        """Return all text that has arrived as one string, else the end. Raises what failed."""
+        """Return the text that has arrived as one string, else the end. Raises what failed."""
         while True:
-            texts = []
-            while self._events:
+            texts: list[str] = []
+            while self._events and len(texts) < EVENTS_MAX:
                 event = self._events[0]
                 if isinstance(event, Delta):
                     texts.append(event.text)
-                    del self._events[0]
+                    self._events.popleft()
                 elif texts:
                     break
                 elif isinstance(event, Failed):

@@ -11,7 +11,7 @@
     ├── Unauthenticated
     ├── ModelUnknown, ContextUnknown
     ├── ContextNotReady, ContextFailed, ContextInUse
-    ├── IngestQueueFull, AsksFull, OpenedFull, ReaderStalled
+    ├── IngestQueueFull, AsksFull, CallerLimitReached, OpenedFull, ReaderStalled
     ├── StoreQuotaReached, StorageFull
     ├── UploadCorrupt                 a stored document is not what was uploaded
     ├── IngestCancelled, IngestCrashed
@@ -162,6 +162,14 @@ class AsksFull(ServerError):
         self.limit = limit
 
 
+class CallerLimitReached(ServerError):
+    """One caller has as many calls or documents under way as one may have."""
+
+    def __init__(self, limit: int, *, what: str = "calls under way") -> None:
+        super().__init__(f"this caller already has {limit} {what}; try again later")
+        self.limit = limit
+
+
 class OpenedFull(ServerError):
     """The contexts being read fill the memory set aside for them."""
 
@@ -277,6 +285,7 @@ TABLE: Mapping[type[Exception], Row] = {
     ContextInUse: Row(Code.FAILED_PRECONDITION, "CONTEXT_IN_USE"),
     IngestQueueFull: Row(Code.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL", ("limit",)),
     AsksFull: Row(Code.RESOURCE_EXHAUSTED, "ASKS_FULL", ("limit",)),
+    CallerLimitReached: Row(Code.RESOURCE_EXHAUSTED, "CALLER_LIMIT_REACHED", ("limit",)),
     OpenedFull: Row(Code.RESOURCE_EXHAUSTED, "OPENED_FULL", ("limit",)),
     StoreQuotaReached: Row(Code.RESOURCE_EXHAUSTED, "STORE_QUOTA_REACHED", ("limit",)),
     StorageFull: Row(Code.RESOURCE_EXHAUSTED, "STORE_FULL"),

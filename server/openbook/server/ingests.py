@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,12 +20,17 @@ from openbook.indexstore.errors import ContextMissing, ShardCorrupt
 from openbook.indexstore.store import TRASH_NAME, delete, sweep
 from openbook.server.catalog import Catalog, Entry, State, read_entries
 from openbook.server.documents import Documents, Receiving, Upload
-from openbook.server.errors import ContextInUse, IngestQueueFull, StoreQuotaReached
+from openbook.server.errors import (
+    CallerLimitReached,
+    ContextInUse,
+    IngestQueueFull,
+    StoreQuotaReached,
+)
 from openbook.server.identity import is_context_id
 from openbook.server.ingest_queue import IngestQueue
 from openbook.server.ingest_worker import IngestWorker
 from openbook.server.lives import Lives
-from openbook.server.logs import Log
+from openbook.server.logs import Log, fault_fields
 from openbook.server.naming import ContextNaming
 from openbook.server.opened import OpenedContexts
 
@@ -56,6 +61,7 @@ class Ingests:
         tenant_root: Path,
         model_name: str,
         waiting_max: int,
+        per_caller_max: int,
         uploads_max: int,
         store_bytes_max: int | None,
         log: Log,
@@ -72,6 +78,7 @@ class Ingests:
         self._trash = tenant_root.parent / TRASH_NAME
         self._model_name = model_name
         self._waiting_max = waiting_max
+        self._per_caller_max = per_caller_max
         self._uploads_max = uploads_max
         self._store_bytes_max = store_bytes_max
         self._uploads = 0  # under way
@@ -80,14 +87,15 @@ class Ingests:
         self._log = log
         self._clock = clock
 
-    async def find(self, layout: str, document_sha256: bytes) -> Entry | None:
+    async def find(self, layout: str, document_sha256: bytes, caller: str) -> Entry | None:
         """Return the context of a document that need not be sent: ACTIVE, or being read.
 
-        Raises IngestQueueFull or StoreQuotaReached for any other document when there is no room.
+        Raises IngestQueueFull, CallerLimitReached or StoreQuotaReached for any other document when
+        there is no room.
         """
         entry = await self._stored(self._naming.id_of(layout, document_sha256))
         if entry is None:
-            self._check_room()
+            self._check_room(caller)
         return entry
 
     @contextmanager
@@ -105,7 +113,13 @@ class Ingests:
             self._uploads -= 1
 
     async def accept(
-        self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
+        self,
+        receiving: Receiving,
+        *,
+        layout: str,
+        document_sha256: bytes,
+        display_name: str,
+        caller: str,
     ) -> Entry:
         """Return the context of a finished upload: the one there is, else a new one to be read.
 
@@ -118,12 +132,19 @@ class Ingests:
                 layout=layout,
                 document_sha256=document_sha256,
                 display_name=display_name,
+                caller=caller,
             )
         finally:
             await asyncio.to_thread(receiving.discard)
 
     async def _accept(
-        self, receiving: Receiving, *, layout: str, document_sha256: bytes, display_name: str
+        self,
+        receiving: Receiving,
+        *,
+        layout: str,
+        document_sha256: bytes,
+        display_name: str,
+        caller: str,
     ) -> Entry:
         context_id = self._naming.id_of(layout, document_sha256)
         entry = await self._stored(context_id)
@@ -131,7 +152,7 @@ class Ingests:
             return entry
         # No await from the last look at the catalog to the new entry: two callers at once must not
         # both be the first.
-        self._check_room()
+        self._check_room(caller)
         self._opened.let_go(context_id)
         created = Entry(
             context_id,
@@ -140,6 +161,7 @@ class Ingests:
             State.CREATING,
             self._clock(),
             display_name=display_name,
+            caller=caller,
         )
         self._catalog.put(created)
         upload = Upload(
@@ -191,9 +213,12 @@ class Ingests:
             return None
         return entry if entry.state is State.CREATING or self._naming.is_ours(entry) else None
 
-    def _check_room(self) -> None:
+    def _check_room(self, caller: str) -> None:
         if self._queue.waiting_count + self._storing >= self._waiting_max:
             raise IngestQueueFull(self._waiting_max)
+        creating = [e for e in self._catalog.entries() if e.state is State.CREATING]
+        if sum(entry.caller == caller for entry in creating) >= self._per_caller_max:
+            raise CallerLimitReached(self._per_caller_max, what="documents that wait to be read")
         limit = self._store_bytes_max
         if limit is not None and stored_bytes(self._catalog) >= limit:
             raise StoreQuotaReached(limit)
@@ -248,8 +273,10 @@ class Ingests:
     async def _save_life(self, context_id: str) -> None:
         async with self._catalog.changing(context_id):
             if self._catalog.find(context_id) is not None:
-                with suppress(OSError):  # a full disk must not fail an ask
+                try:
                     await asyncio.to_thread(self._lives.save, context_id)
+                except OSError as error:  # a full disk must not fail an ask
+                    self._log.warning("life_not_saved", context=context_id, **fault_fields(error))
 
     def mark_damaged(self, context_id: str, error: Exception) -> None:
         """Note that an ACTIVE context cannot be read any more, so that it may be read anew."""

@@ -15,6 +15,7 @@ import time
 import uuid
 
 from openbook.server.broker import Broker
+from openbook.server.callers import Callers
 from openbook.server.catalog import Catalog
 from openbook.server.collector import Collector
 from openbook.server.decode_worker import DecodeWorker
@@ -85,7 +86,8 @@ class Parts:
             lives=self.lives,
             tenant_root=settings.data / TENANT_ROOT,
             limits=_limits(settings),
-            gate=Gate(held.token),
+            gate=Gate(held.tokens),
+            callers=_callers(settings),
             log=log,
         )
         self.health = Health(self.decode.is_alive, part_checks(settings.data, self.broker.answers))
@@ -121,6 +123,7 @@ class Parts:
             tenant_root=tenant_root,
             model_name=model.name,
             waiting_max=settings.ingests_waiting_max,
+            per_caller_max=settings.ingests_per_caller_max,
             uploads_max=settings.uploads_max,
             store_bytes_max=settings.store_bytes_max,
             log=log,
@@ -149,6 +152,16 @@ def _redis_url(settings: Settings, valkey: EmbeddedValkey | None) -> str:
     if settings.redis_url is None:
         raise ValueError("without an embedded Valkey a Redis URL is needed")
     return settings.redis_url.get_secret_value()
+
+
+def _callers(settings: Settings) -> Callers:
+    return Callers(
+        calls_max=settings.calls_per_caller_max,
+        most={
+            "Ask": settings.asks_per_caller_max,
+            "IngestContext": settings.ingests_per_caller_max,
+        },
+    )
 
 
 def _limits(settings: Settings) -> Limits:

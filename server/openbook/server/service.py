@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openbook.server.asks import ask_spec
-from openbook.server.calls import Rpc, served
+from openbook.server.callers import Callers
+from openbook.server.calls import Rpc, caller_of, served
 from openbook.server.catalog import Catalog, Entry
 from openbook.server.decode_worker import DecodeWorker
 from openbook.server.documents import Documents, Receiving
@@ -78,10 +79,12 @@ class ContextService(rpcs.ContextServiceServicer):
         tenant_root: Path,
         limits: Limits,
         gate: Gate,
+        callers: Callers,
         log: Log,
     ) -> None:
         self.log = log
         self.gate = gate
+        self.callers = callers
         self.running = 0
         self.is_draining = False
         self._model = model
@@ -115,9 +118,10 @@ class ContextService(rpcs.ContextServiceServicer):
         if first is None or not first.HasField("metadata"):
             raise ArgumentInvalid("metadata", "must be the first message")
         layout = check_metadata(first.metadata, self._model)
+        caller = caller_of(self, rpc)
         seconds = ttl_s(first.metadata.ttl) if first.metadata.HasField("ttl") else None
         announced = first.metadata.sha256
-        entry = await self._ingests.find(layout, announced) if announced else None
+        entry = await self._ingests.find(layout, announced, caller) if announced else None
         if entry is None:
             with self._ingests.uploading():
                 receiving, digest = await self._received(requests, announced)
@@ -126,6 +130,7 @@ class ContextService(rpcs.ContextServiceServicer):
                     layout=layout,
                     document_sha256=digest,
                     display_name=first.metadata.display_name,
+                    caller=caller,
                 )
                 # A caller that goes away now must not tear an upload that is being stored.
                 entry = await asyncio.shield(asyncio.create_task(accepting))
@@ -177,7 +182,11 @@ class ContextService(rpcs.ContextServiceServicer):
         asked_at = time.monotonic()  # the receipt counts from here
         self._check_taking()
         context_id = parse_name(request.context)
-        spec = ask_spec(request, answer_tokens_max=self._limits.answer_tokens_max)
+        spec = ask_spec(
+            request,
+            answer_tokens_max=self._limits.answer_tokens_max,
+            caller=caller_of(self, rpc),
+        )
         entry = self._upkeep.readable(context_id)
         self._ingests.use(context_id)
         answer = self._decode.answer(

@@ -40,10 +40,11 @@ class Settings(BaseSettings):
     2,048 tokens on a machine that takes 200 ms for each needs 410 s: raise it with
     `answer_tokens_max`, or where tokens are slow. `answer_tokens_max` bounds what one answer that
     nobody reads keeps in memory, at some hundred bytes a token. `uploads_max` documents may arrive
-    at once, each up to `document_bytes_max` on disk. A context is removed `context_ttl_s` after its
-    last use, unless its ingest or an update said otherwise; by default never. `store_bytes_max`
-    bounds the contexts on disk: over it, those with a time to live go, the longest unused first,
-    and no document is taken while it cannot be met.
+    at once, each up to `document_bytes_max` on disk. The limits of one caller are by default lower
+    than those of all, so that none takes every place (gate.py says who counts as one). A context is
+    removed `context_ttl_s` after its last use, unless its ingest or an update said otherwise; by
+    default never. `store_bytes_max` bounds the contexts on disk: over it, those with a time to live
+    go, the longest unused first, and no document is taken while it cannot be met.
     """
 
     model_config = SettingsConfigDict(
@@ -69,9 +70,12 @@ class Settings(BaseSettings):
     question_tokens_max: Annotated[int, Field(ge=1)] = 4096
     answer_tokens_max: Annotated[int, Field(ge=1, le=32_768)] = 2048
     sequences_max: Annotated[int, Field(ge=1, le=256)] = 8
-    asks_waiting_max: Annotated[int, Field(ge=0, le=4096)] = 16
-    ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 16
-    uploads_max: Annotated[int, Field(ge=1, le=256)] = 16
+    asks_waiting_max: Annotated[int, Field(ge=0, le=4096)] = 24
+    asks_per_caller_max: Annotated[int, Field(ge=1, le=4352)] = 24
+    ingests_waiting_max: Annotated[int, Field(ge=1, le=4096)] = 24
+    ingests_per_caller_max: Annotated[int, Field(ge=1, le=4096)] = 16
+    calls_per_caller_max: Annotated[int, Field(ge=1, le=8192)] = 128
+    uploads_max: Annotated[int, Field(ge=1, le=256)] = 24
     context_ttl_s: Annotated[float, Field(gt=0, le=TTL_S_MAX, allow_inf_nan=False)] | None = None
     store_bytes_max: Annotated[int, Field(ge=1)] | None = None
     opened_bytes_max: Annotated[int, Field(ge=1)] = 16 * GIB

@@ -1,6 +1,6 @@
 """What can keep a server from starting, found before the model libraries are loaded.
 
-Owns the order of these checks: address, token and certificate, data directory, secret. The
+Owns the order of these checks: address, tokens and certificate, data directory, secret. The
 libraries alone take seconds, and a person who mistyped a path should not wait for them.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from openbook.server.access import AccessRefused, load_certificate, load_token
+from openbook.server.access import AccessRefused, load_certificate, load_tokens
 from openbook.server.directory import DataDirectoryRefused, open_data_directory
 from openbook.server.identity import load_secret
 from openbook.server.settings import Settings
@@ -26,11 +26,11 @@ class StartRefused(Exception):
 class Prepared:
     """What a server needs besides its settings: secrets, all of it.
 
-    Without a token everybody may call. `certificate` is the private key and the chain, PEM.
+    Without tokens everybody may call. `certificate` is the private key and the chain, PEM.
     """
 
     secret: bytes
-    token: bytes | None = None
+    tokens: tuple[bytes, ...] = ()
     certificate: tuple[bytes, bytes] | None = None
 
 
@@ -40,7 +40,7 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
     os.umask(0o077)
     check_address(settings.listen)
     try:
-        token = load_token(settings.token_file) if settings.token_file else None
+        tokens = load_tokens(settings.token_file) if settings.token_file else ()
         certificate = None
         if settings.tls_certificate is not None and settings.tls_key is not None:
             certificate = load_certificate(settings.tls_certificate, settings.tls_key)
@@ -55,7 +55,7 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
             secret = load_secret(settings.data)
         except DataDirectoryRefused as error:
             raise StartRefused(str(error)) from error
-        yield Prepared(secret, token, certificate)
+        yield Prepared(secret, tokens, certificate)
 
 
 def check_address(listen: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class AskSpec:
-    """A question and how to answer it. `plan` forces one plan on every head, for measurement."""
+    """A question and how to answer it. `plan` forces one plan on every head, for measurement.
+
+    Asks of different `caller`s take turns where some have to wait.
+    """
 
     question: str
     answer_prefix: str = ""
@@ -51,6 +54,7 @@ class AskSpec:
     budget: Budget = Budget()
     plan: PlanKind | None = None
     evidence: bool = False
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,17 +277,23 @@ class Engine:
         return True
 
     def _schedule(self) -> None:
-        """Let cancelled asks go and take waiting ones, oldest first."""
+        """Let cancelled asks go and take waiting ones in turn."""
         with self._wake:
             cancelled = [a for a in (*self._active, *self._waiting) if a.is_cancelled]
             self._waiting = deque(a for a in self._waiting if not a.is_cancelled)
             self._active = [a for a in self._active if not a.is_cancelled]
             while self._waiting and len(self._active) < self._sequences_max:
-                ask = self._waiting.popleft()
+                ask = self._next()
+                self._waiting.remove(ask)
                 ask.timeline.started = self._clock()
                 self._active.append(ask)
         for ask in cancelled:
             self._leave(ask)
+
+    def _next(self) -> Ask:
+        """Return the oldest waiting ask of a caller that has the fewest running."""
+        running = Counter(ask.spec.caller for ask in self._active)
+        return min(self._waiting, key=lambda ask: running[ask.spec.caller])
 
     def _run_block(self, ask: Ask) -> None:
         """Run the next block of a question; after the last, choose the first answer token."""
