@@ -15,7 +15,7 @@ from rich.console import Console
 
 from openbook.client.capacity import STORED_SHARE
 from openbook.client.capacity import capacity as capacity_of
-from openbook.client.cli_options import Server, connect, read_size
+from openbook.client.cli_options import Server, connect, read_size, tls_of_environment
 from openbook.client.console import (
     EXIT_FAILED,
     fail,
@@ -109,7 +109,8 @@ def doctor(
         return is_ok
 
     with one_line_errors(server), connect(server) as client:
-        is_ok = told(examination.examine_service(client, server))
+        tls = tls_of_environment()
+        is_ok = told(examination.examine_service(client, server, tls=tls))
         if data is not None:
             try:
                 models = client.models()

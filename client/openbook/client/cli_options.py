@@ -1,15 +1,18 @@
 """Options that several verbs share, and the client that they describe.
 
 Knows: how a time to live and a size are written, --server and the environment. The token is read
-from OPENBOOK_TOKEN alone: an option would show it to everyone who can list processes.
+from OPENBOOK_TOKEN alone: an option would show it to everyone who can list processes. Beside it
+OPENBOOK_TLS_CA says that the connection is encrypted, and who vouches for the server.
 """
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from openbook.client.channel import Tls
 from openbook.client.client import Client
 from openbook.client.interrupts import close_when_interrupted
 
@@ -41,8 +44,18 @@ def read_size(text: str, option: str) -> int:
     return int(float(match[1]) * UNITS_BYTES[match[2]])
 
 
+def tls_of_environment() -> Tls | None:
+    """Return what OPENBOOK_TLS_CA says: a PEM file, or `system` for the machine's authorities."""
+    ca = os.environ.get("OPENBOOK_TLS_CA", "")
+    if not ca:
+        return None
+    return Tls() if ca == "system" else Tls(ca=Path(ca))
+
+
 def connect(server: str) -> Client:
-    """Return a client of `server` with the token of the environment; Ctrl-C will close it."""
-    client = Client(server, token=os.environ.get("OPENBOOK_TOKEN") or None)
+    """Return a client of `server` as the environment says; Ctrl-C will close it."""
+    client = Client(
+        server, token=os.environ.get("OPENBOOK_TOKEN") or None, tls=tls_of_environment()
+    )
     close_when_interrupted(client.close)
     return client

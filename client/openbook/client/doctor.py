@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from openbook.client.channel import open_channel
+from openbook.client.channel import Tls, open_channel
 from openbook.client.client import Client
 from openbook.client.errors import OpenbookError, from_rpc
 from openbook.client.retries import SERVICE_CONFIG
@@ -48,7 +48,7 @@ class Finding:
         return f"{line}; {self.advice}" if self.advice and not self.is_ok else line
 
 
-def examine_service(client: Client, address: str) -> Iterator[Finding]:
+def examine_service(client: Client, address: str, *, tls: Tls | None) -> Iterator[Finding]:
     """Yield what is found about the service; stops where nobody answers."""
     yield Finding("versions", True, _versions())
     start = f"start one with `openbook serve`, or name another than {address} with --server"
@@ -58,7 +58,7 @@ def examine_service(client: Client, address: str) -> Iterator[Finding]:
         yield Finding("service", False, error.message, start)
         return
     yield Finding("service", True, f"answers at {address}")
-    yield _health(address)
+    yield _health(address, tls)
     names = ", ".join(model.name for model in models)
     yield Finding("model", bool(models), names or "none is served", "see the server's log")
     yield _timed("round trip", client.models)
@@ -102,10 +102,10 @@ def _versions() -> str:
     return f"openbook {own}, grpcio {grpc.__version__}, Python {platform.python_version()}"
 
 
-def _health(address: str) -> Finding:
+def _health(address: str, tls: Tls | None) -> Finding:
     """Return what the standard health call says."""
     advice = "it starts, stops or has lost its engine: see its log"
-    with open_channel(address, tls=None, service_config=SERVICE_CONFIG) as channel:
+    with open_channel(address, tls=tls, service_config=SERVICE_CONFIG) as channel:
         check = channel.unary_unary(HEALTH_CHECK, None, None)  # bytes as they are
         try:
             is_serving = check(b"", timeout=HEALTH_TIMEOUT_S) == SERVING

@@ -21,7 +21,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 DAY_S = 86_400
 ENV_PREFIX = "OPENBOOK_"
-CLIENT_VARIABLES = {"OPENBOOK_SERVER", "OPENBOOK_TOKEN"}  # may well be set in the same shell
+# These may well be set in the same shell.
+CLIENT_VARIABLES = {"OPENBOOK_SERVER", "OPENBOOK_TOKEN", "OPENBOOK_TLS_CA"}
 ROLES_SERVED = ("all",)
 ROLES_PLANNED = ("gateway", "ingest", "decode")
 
