@@ -69,8 +69,9 @@ def test_a_full_disk_is_named_and_discarding_still_works(data, monkeypatch):
 
     receiving.write(b"text")
     monkeypatch.setattr(os, "fsync", full)
+    receiving.finish()
     with pytest.raises(StorageFull):
-        receiving.finish()
+        receiving.sync()
     receiving.discard()
     assert list((data / "uploads").iterdir()) == []
 

@@ -68,12 +68,19 @@ class Receiving:
         self.bytes += len(chunk)
 
     def finish(self) -> bytes:
-        """Sync what was written and return its SHA-256. Raises StorageFull."""
+        """Return the SHA-256 of what was written. Raises StorageFull."""
         with _full_named():
             self._file.flush()
+        return self._digest.digest()
+
+    def sync(self) -> None:
+        """Make what was written durable: a document that is there already need not wait for it.
+
+        Raises StorageFull.
+        """
+        with _full_named():
             os.fsync(self._file.fileno())
             self._file.close()
-        return self._digest.digest()
 
     def discard(self) -> None:
         """Remove what was written, if it was not kept. May be called again."""
@@ -100,6 +107,7 @@ class Documents:
     def keep(self, receiving: Receiving, upload: Upload, *, display_name: str) -> None:
         """Make a finished upload pending, durably, or leave nothing of it. Raises StorageFull."""
         try:
+            receiving.sync()
             with _full_named():
                 self.name(upload.context_id, display_name)
                 self._write_record(upload)
