@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from openbook.indexstore.errors import StoreWriteFailed
 from openbook.server import directory
 from openbook.server.documents import Documents, Upload
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
@@ -61,16 +62,23 @@ def test_an_upload_stops_at_the_limit_and_is_discarded(data):
     assert list((data / "uploads").iterdir()) == []
 
 
-def test_a_full_disk_is_named_and_discarding_still_works(data, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull), (errno.EIO, StoreWriteFailed),
+     (errno.EROFS, StoreWriteFailed), (errno.EMFILE, OSError)],
+)  # fmt: skip
+def test_what_the_disk_does_is_named_and_discarding_still_works(
+    data, monkeypatch, number, expected
+):
     receiving = Documents(data, bytes_max=10).receive()
 
     def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     receiving.write(b"text")
     monkeypatch.setattr(os, "fsync", full)
     receiving.finish()
-    with pytest.raises(StorageFull):
+    with pytest.raises(expected):
         receiving.sync()
     receiving.discard()
     assert list((data / "uploads").iterdir()) == []

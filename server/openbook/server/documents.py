@@ -23,11 +23,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openbook.indexstore.errors import StoreWriteFailed
 from openbook.server.directory import read_regular, sync_directory, write_whole
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
 from openbook.server.identity import is_context_id
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+BROKEN = (errno.EIO, errno.EROFS, errno.ENOENT, errno.ESTALE)
 RECORD_BYTES_MAX = 16 << 10
 NAME_BYTES_MAX = 1024
 SECONDS_MAX = 2**53  # as in a manifest
@@ -59,26 +61,26 @@ class Receiving:
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
     def write(self, chunk: bytes) -> None:
-        """Append bytes. Raises DocumentOversized or StorageFull."""
+        """Append bytes. Raises DocumentOversized, StorageFull or StoreWriteFailed."""
         if self.bytes + len(chunk) > self._bytes_max:
             raise DocumentOversized(self._bytes_max)
-        with _full_named():
+        with _disk_named():
             self._file.write(chunk)
         self._digest.update(chunk)
         self.bytes += len(chunk)
 
     def finish(self) -> bytes:
-        """Return the SHA-256 of what was written. Raises StorageFull."""
-        with _full_named():
+        """Return the SHA-256 of what was written. Raises StorageFull or StoreWriteFailed."""
+        with _disk_named():
             self._file.flush()
         return self._digest.digest()
 
     def sync(self) -> None:
         """Make what was written durable: a document that is there already need not wait for it.
 
-        Raises StorageFull.
+        Raises StorageFull or StoreWriteFailed.
         """
-        with _full_named():
+        with _disk_named():
             os.fsync(self._file.fileno())
             self._file.close()
 
@@ -100,15 +102,18 @@ class Documents:
         self._labels.mkdir(mode=0o700, exist_ok=True)
 
     def receive(self) -> Receiving:
-        """Open a new upload. Raises StorageFull."""
-        with _full_named():
+        """Open a new upload. Raises StorageFull or StoreWriteFailed."""
+        with _disk_named():
             return Receiving(self._uploads / f"{uuid.uuid4().hex}.part", self._bytes_max)
 
     def keep(self, receiving: Receiving, upload: Upload, *, display_name: str) -> None:
-        """Make a finished upload pending, durably, or leave nothing of it. Raises StorageFull."""
+        """Make a finished upload pending, durably, or leave nothing of it.
+
+        Raises StorageFull or StoreWriteFailed.
+        """
         try:
             receiving.sync()
-            with _full_named():
+            with _disk_named():
                 self.name(upload.context_id, display_name)
                 self._write_record(upload)
                 os.rename(receiving.path, self._document(upload.context_id))
@@ -143,10 +148,10 @@ class Documents:
     def count_attempts(self, upload: Upload, attempts: int) -> Upload:
         """Note, durably, how often the document was begun and neither read nor given back.
 
-        Raises StorageFull.
+        Raises StorageFull or StoreWriteFailed.
         """
         counted = upload.model_copy(update={"attempts": attempts})
-        with _full_named():
+        with _disk_named():
             self._write_record(counted)
             sync_directory(self._uploads)
         return counted
@@ -242,10 +247,13 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _full_named() -> Iterator[None]:
+def _disk_named() -> Iterator[None]:
+    """Raise StorageFull of a full disk and StoreWriteFailed of one that is broken or gone."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise StorageFull() from error
+        if error.errno in BROKEN:
+            raise StoreWriteFailed("an upload", str(error)) from error
         raise
