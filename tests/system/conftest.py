@@ -1,6 +1,7 @@
-"""A tiny random model on disk, for every test that runs a real server."""
+"""Tiny random models on disk, for every test that runs a real server."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,5 +19,12 @@ def _worker_fixtures() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _worker_fixtures().save_tiny(tmp_path_factory.mktemp("tiny"), "llama", 4, 2)
+def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `(kind, query_heads, kv_heads, **config) -> directory` of a model made anew."""
+    save = _worker_fixtures().save_tiny
+    return lambda *shape, **config: save(tmp_path_factory.mktemp("tiny"), *shape, **config)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_directory(save_tiny: Callable[..., Path]) -> Path:
+    return save_tiny("llama", 4, 2)

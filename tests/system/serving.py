@@ -46,10 +46,14 @@ class Served:
                  "--model", str(model), "--threads", "1"],
                 stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
+        self._connect()
+
+    def _connect(self) -> None:
+        """Wait until the process says that it serves, and make a channel to it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = re.fullmatch(r"openbook ready on (\S+)\n", line)
-        assert match is not None, (line, log.read_text())
+        assert match is not None, (line, self.log.read_text())
         self.address = match[1]
         self.channel = grpc.insecure_channel(self.address)
         self.stub = rpcs.ContextServiceStub(self.channel)
