@@ -81,6 +81,7 @@ async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
         model = await _load(settings, signals)
         if model is None:
             return _leave_at_once(valkey)
+        log.info("model_loaded", model=model.fingerprint[:16])
         engine = Engine(
             model,
             threads=settings.threads,
