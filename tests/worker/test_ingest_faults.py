@@ -118,7 +118,7 @@ def test_an_ingest_killed_at_a_call_leaves_nothing_or_all_and_is_gone_on_with(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_an_ingest_killed_at_every_call_leaves_nothing_or_all_and_is_gone_on_with(
     ingests: ShimmedIngests, calls: list[Call]
 ) -> None:
@@ -128,7 +128,7 @@ def test_an_ingest_killed_at_every_call_leaves_nothing_or_all_and_is_gone_on_wit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["eio", "enospc", "short"])
 def test_an_ingest_that_the_disk_fails_leaves_nothing_or_all(
     ingests: ShimmedIngests, calls: list[Call], kind: str

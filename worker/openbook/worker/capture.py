@@ -87,6 +87,7 @@ def exact_top_k(
     columns = keys.float().T  # (d, m)
     rows_max = max(1, tile_bytes // (4 * max(1, key_count)))
     for start in range(0, queries.shape[0], rows_max):
-        scores = queries[start : start + rows_max].float() @ columns  # (rows, m)
-        ids[start : start + rows_max] = scores.topk(k, dim=1).indices.cpu().numpy()
+        rows = slice(start, start + rows_max)
+        # The scores (rows, m) have no name: the last tile's would stay until the next is made.
+        ids[rows] = (queries[rows].float() @ columns).topk(k, dim=1).indices.cpu().numpy()
     return ids

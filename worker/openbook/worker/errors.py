@@ -9,7 +9,7 @@ WorkerError
 ├── LayoutUnavailable(layout, available) the model has no such prompt layout
 ├── DocumentError
 │   ├── DocumentEmpty                    nothing but whitespace
-│   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions
+│   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions, or memory holds
 │   └── NotText(offset)                  not UTF-8 at this byte
 ├── NonFiniteKeys(layer, head, position) the model computed a NaN or infinity
 ├── NonFiniteLogits(step)                the same, in the scores of the next token
@@ -64,13 +64,33 @@ class DocumentEmpty(DocumentError):
 
 
 class DocumentTooLong(DocumentError):
-    """Report a document of `tokens` tokens, or at least so many, for `limit` positions."""
+    """Report a document of `tokens` tokens, or at least so many, for `limit` positions.
 
-    def __init__(self, tokens: int, limit: int, *, is_least: bool = False) -> None:
+    With `needed_bytes` and `left_bytes` it is memory that is short: `limit` is then about how many
+    tokens could be read in what is left.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        limit: int,
+        *,
+        is_least: bool = False,
+        needed_bytes: int | None = None,
+        left_bytes: int | None = None,
+    ) -> None:
         least = "at least " if is_least else ""
-        super().__init__(f"the document has {least}{tokens} tokens; the model's limit is {limit}")
+        text = f"the document has {least}{tokens} tokens; the model's limit is {limit}"
+        if needed_bytes is not None:
+            text = (
+                f"reading the document's {tokens} tokens takes {needed_bytes} bytes of memory and "
+                f"{left_bytes} are left, enough for about {limit} tokens"
+            )
+        super().__init__(text)
         self.tokens = tokens
         self.limit = limit
+        self.needed_bytes = needed_bytes
+        self.left_bytes = left_bytes
 
 
 class NotText(DocumentError):

@@ -34,6 +34,7 @@ from openbook.indexstore.head import (
 from openbook.indexstore.lift import lift_plan
 from openbook.indexstore.plan import force_plan, plan_head
 from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
+from openbook.worker import memory
 from openbook.worker.capture import (
     DECODE_SPREAD,
     NEIGHBOURS,
@@ -45,7 +46,6 @@ from openbook.worker.capture import (
 )
 from openbook.worker.errors import IngestCancelled, NonFiniteKeys
 from openbook.worker.halfway import base_from, can_be_entered
-from openbook.worker.memory import return_free_memory, unmap_large_blocks
 from openbook.worker.models import Model, Rotation, rotation
 from openbook.worker.prefill import CapturedLayer, Prefill
 from openbook.worker.resume import Checkpoints, Reading, reading_digest
@@ -99,19 +99,29 @@ def ingest(
     is_cancelled: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     created_unix_s: int | None = None,
+    left_bytes: memory.LeftBytes = memory.left_bytes,
 ) -> Manifest:
     """Read a document once and seal what was read into `draft`, which the caller publishes.
 
     A draft adopted from an earlier try of the same reading is gone on with, to the same bytes; of
     another reading it is cleared.
 
-    Raises NotText, DocumentEmpty, DocumentTooLong and LayoutUnavailable before the model runs;
-    NonFiniteKeys, IngestCancelled and the store's own errors later. Nothing is sealed then.
+    Raises NotText, DocumentEmpty, DocumentTooLong (memory too is counted) and LayoutUnavailable
+    before the model runs; NonFiniteKeys, IngestCancelled and the store's own errors later. Nothing
+    is sealed then.
     """
     layers = model.shape.layers
     on_progress(IngestProgress("tokenizing", 0, layers))
     started = clock()
     tokens = document_tokens(model, document, settings.layout)
+    memory.refuse_without_room(
+        model,
+        len(tokens),
+        kv_dtype=settings.kv_dtype,
+        params=settings.params,
+        threads=settings.threads,
+        left_bytes=left_bytes,
+    )
     if is_cancelled():
         raise IngestCancelled
     checkpoints = Checkpoints(
@@ -126,7 +136,7 @@ def ingest(
         draft.clear()
         draft.write_tokens(tokens.ids, tokens.offsets)
         reading = Reading(settings.kv_dtype)
-    unmap_large_blocks()
+    memory.unmap_large_blocks()
     tokenize_s = clock() - started
     while True:
         layer_writer = _LayerWriter(model, draft, settings, reading, checkpoints, clock=clock)
@@ -216,7 +226,7 @@ class _LayerWriter:
         built = self._clock()
         self._draft.write_layer(captured.layer, records)
         del records
-        return_free_memory()
+        memory.return_free_memory()
         self.reading.layer = captured.layer + 1
         self._since = self._clock()
         spent.build += built - started
