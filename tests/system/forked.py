@@ -22,14 +22,24 @@ class Forked(Served):
     """A server as Served starts one, sooner."""
 
     def __init__(
-        self, model: Path, data: Path, log: Path, *, checkpoint_every_s: float = 10.0
+        self,
+        model: Path,
+        data: Path,
+        log: Path,
+        *,
+        checkpoint_every_s: float = 10.0,
+        kv_dtype: str = "float16",
     ) -> None:
-        """Start; `checkpoint_every_s` is the worker's, which no setting changes."""
+        """Start. No setting changes `checkpoint_every_s`, which is the worker's.
+
+        The environment is that of the first fork: settings are to be given here.
+        """
         self.data = data
         self.log = log
         reader, writer = FORKS.Pipe(duplex=False)
         with writer:
-            given = (writer, model, data, log, checkpoint_every_s)
+            options = {"data": str(data), "model": str(model), "kv_dtype": kv_dtype}
+            given = (writer, log, checkpoint_every_s, options)
             self.process = _Process(reader, given)
         self._connect()
 
@@ -60,7 +70,7 @@ class _Process:
 
 
 def _serve(
-    writer: Connection, model: Path, data: Path, log: Path, checkpoint_every_s: float
+    writer: Connection, log: Path, checkpoint_every_s: float, options: dict[str, str]
 ) -> None:
     """Serve until the end of the process, with its outputs in a pipe and in a log."""
     from openbook.server import parts
@@ -70,4 +80,4 @@ def _serve(
     with log.open("ab") as errors:
         os.dup2(errors.fileno(), 2)
     parts.IngestSettings = partial(parts.IngestSettings, checkpoint_every_s=checkpoint_every_s)
-    serve(listen="127.0.0.1:0", data=str(data), model=str(model), threads=1)
+    serve(listen="127.0.0.1:0", threads=1, **options)

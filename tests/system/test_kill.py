@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from openbook.indexstore.store import read_manifest
 from openbook.v1 import contexts_pb2 as pb
 
 from .forked import Forked
@@ -160,15 +161,16 @@ def answers(served: Served, name: str) -> list[tuple[str, pb.Usage, tuple[float,
 
 
 def test_50_questions_are_answered_the_same_after_kill_9_and_a_restart(
-    tiny_model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_directory: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("OPENBOOK_KV_DTYPE", "float32")
     places = (tiny_model_directory, tmp_path / "data", tmp_path / "log")
-    first = Forked(*places)
+    first = Forked(*places, kv_dtype="float32")
     name = first.ingest().name
+    place = tmp_path / "data" / "contexts" / "local" / name.rpartition("/")[2]
+    assert read_manifest(place).kv_dtype == "float32"
     before = answers(first, name)
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    second = Forked(*places)
+    second = Forked(*places, kv_dtype="float32")
     assert answers(second, name) == before
     assert second.end() == 0
     assert len({text for text, _, _ in before}) >= 30  # the questions matter
