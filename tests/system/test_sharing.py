@@ -31,7 +31,7 @@ from .serving import DOCUMENT, Served
 PAGE = mmap.PAGESIZE
 ASKS = 8
 ANSWER_TOKENS = 64
-# (layers, tokens): 58 MB of shards, and 310 MB
+# (layers, tokens): 63 MB of shards, and 378 MB
 SIZES = [(2, 8_000), pytest.param((6, 16_000), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 LIBC = ctypes.CDLL(None, use_errno=True)
 
