@@ -14,9 +14,10 @@ from typing import Any
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse an object with a key twice: a hook for json."""
-    if len({key for key, _ in pairs}) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("duplicate keys")
-    return dict(pairs)
+    return fields
 
 
 def no_constant(name: str) -> Any:

@@ -260,10 +260,12 @@ def list_contexts(root: Path) -> list[Path]:
     """
     if not root.is_dir():
         return []
-    return sorted(
-        path
-        for path in root.iterdir()
-        if not path.name.startswith(".")
-        and not path.is_symlink()
-        and os.path.lexists(path / MANIFEST_NAME)
-    )
+    with os.scandir(root) as entries:  # a path each would be most of the work
+        names = sorted(
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(".")
+            and not entry.is_symlink()
+            and os.path.lexists(f"{entry.path}/{MANIFEST_NAME}")
+        )
+    return [root / name for name in names]
