@@ -47,6 +47,7 @@ def await_status(served: Served, service: str, status: int) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow  # the cut is over a fake model, in tests/server
 def test_a_disk_that_turns_read_only_is_told_and_questions_go_on(served: Served) -> None:
     name = served.ingest().name
     answer = served.ask(name)[0]

@@ -26,6 +26,7 @@ def served(tiny_model_directory: Path, tmp_path: Path) -> Iterator[Served]:
     server.end(signal.SIGKILL)
 
 
+@pytest.mark.slow  # the cut is over a fake model, in tests/server
 def test_sixteen_callers_at_once_are_one_context_and_one_prefill(served: Served) -> None:
     start = Barrier(CALLERS)
 
