@@ -6,6 +6,7 @@ from setuptools import Extension, setup
 KERNELS = "indexstore/openbook/indexstore"
 COMPILE_ARGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_ARGS += ["-Wno-psabi", "-Wno-unused-function"]  # no module uses all of kernels.h
+ROUNDED = ["-ffp-contract=off"]  # a search and a build give the same on every processor
 DIRECTIVES = {
     "autotestdict": False,  # no __test__, which the stubs would have to declare
     "boundscheck": False,
@@ -20,9 +21,9 @@ def kernel(name: str, header: str = "kernels.h") -> Extension:
     extension = Extension(
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
-        depends=[f"{KERNELS}/{header}", f"{KERNELS}/_head.pxd"],
+        depends=[f"{KERNELS}/{name}" for name in (header, "int8.h", "_head.pxd")],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
-        extra_compile_args=COMPILE_ARGS,
+        extra_compile_args=COMPILE_ARGS + (ROUNDED if name in ("_search", "_build") else []),
     )
     extension.cython_directives = DIRECTIVES  # read by Cython's build_ext
     return extension

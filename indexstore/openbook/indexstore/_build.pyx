@@ -9,9 +9,12 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 import numpy as np
 
 cdef extern from "kernels.h" nogil:
-    void ob_logits(const float *queries, int64_t group, const void *keys, int dtype, int64_t d,
-                   const uint32_t *ids, int64_t count, float scaling, float *row, float *logits,
-                   int64_t stride)
+    int ob_best_level()
+    void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
+                   int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
+                   float *logits, int64_t stride)
+
+cdef int LEVEL = ob_best_level()
 
 
 cdef int64_t _keep_best(float value, uint32_t key, float *best, uint32_t *row, int64_t kept,
@@ -115,7 +118,7 @@ def near_keys(const float[:, ::1] points, const float[::1] half_norms, const uin
                     for kept in range(min(size, pool_max)):
                         pool[count] = order[starts[i] + (rank + kept) % size]
                         count += 1
-                ob_logits(&points[x, 0], 1, &points[0, 0], 2, d, &pool[0], count, 1, &row[0],
+                ob_logits(LEVEL, &points[x, 0], 1, &points[0, 0], 2, d, &pool[0], count, 1, &row[0],
                           &affinity[0], count)
                 kept = 0
                 for i in range(count):

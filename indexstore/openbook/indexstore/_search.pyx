@@ -7,7 +7,7 @@ NumPy twin is reference.find.
 
 cimport numpy as cnp
 from libc.math cimport INFINITY, fabs
-from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
 
 from openbook.indexstore._head cimport Head, borrow
@@ -18,14 +18,22 @@ cnp.import_array()
 
 cdef extern from "kernels.h" nogil:
     float ob_dot(const float *a, const float *b, int64_t d)
-    void ob_score_int8(const int16_t *queries, int64_t group, const int8_t *keys, int64_t d,
-                       const uint32_t *ids, int64_t count, int32_t *out, int64_t stride)
-    void ob_logits(const float *queries, int64_t group, const void *keys, int dtype, int64_t d,
-                   const uint32_t *ids, int64_t count, float scaling, float *row, float *logits,
-                   int64_t stride)
+    int ob_best_level()
+    void ob_score_int8(int level, const int16_t *queries, int64_t group, const int8_t *keys,
+                       int64_t d, const uint32_t *ids, int64_t count, int32_t *out, int64_t stride)
+    int64_t ob_reaching(int level, const int32_t *scores, int64_t count, int32_t bar,
+                        uint32_t *places)
+    void ob_prefetch(const void *address)
+    int64_t ob_lowest_bit(uint64_t word)
+    void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
+                   int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
+                   float *logits, int64_t stride)
+    void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
 
 cdef extern from "math.h" nogil:
     long lrintf(float value)
+
+cdef int LEVEL = ob_best_level()
 
 cdef enum:
     SCAN_BLOCK = 256  # keys scored at a time by the scan: their scores stay in L1
@@ -33,11 +41,13 @@ cdef enum:
 
 
 cdef struct Found:
-    # What a search leaves behind: per query head a best-first list of packed candidates.
+    # What a search leaves behind: per query head its best packed candidates, at most `capacity`.
+    # A walk keeps them best first; a scan in any order, with room for more until it ends.
     int64_t capacity
-    int64_t *packed  # (group, capacity)
+    int64_t room
+    int64_t *packed  # (group, room)
     int64_t *sizes  # (group,)
-    int64_t *cursors  # (group,) nothing before it is unexpanded
+    int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded; of a scan: its bar
     int64_t scored
 
 
@@ -98,25 +108,60 @@ cdef void _quantise(const float *queries, int64_t group, Head *head, int16_t *ou
 
 
 cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uint32_t *ids,
-                 int64_t first, int64_t count, Found *found) noexcept nogil:
-    cdef int64_t g, i
-    cdef int64_t packed
+                 int64_t first, int64_t count, uint32_t *places, Found *found) noexcept nogil:
+    # Most keys fall short of the worst candidate: find those that do not, then insert them.
+    cdef int64_t g, i, n
+    cdef int64_t *row
+    cdef int32_t bar
+    cdef uint32_t place
     for g in range(group):
-        for i in range(count):
-            packed = _pack(scores[g * stride + i], ids[i] if ids != NULL else <uint32_t>(first + i))
-            _insert(packed, found.packed + g * found.capacity, found.sizes + g,
-                    found.cursors + g, found.capacity)
+        row = found.packed + g * found.room
+        bar = <int32_t>(row[found.capacity - 1] >> 32) if found.sizes[g] == found.capacity \
+            else -2147483647
+        n = ob_reaching(LEVEL, scores + g * stride, count, bar, places)
+        for i in range(n):
+            place = places[i]
+            _insert(_pack(scores[g * stride + place],
+                          ids[place] if ids != NULL else <uint32_t>(first + place)),
+                    row, found.sizes + g, found.cursors + g, found.capacity)
+
+
+cdef void _collect(const int32_t *scores, int64_t first, int64_t count, uint32_t *places,
+                   Found *found, int64_t g) noexcept nogil:
+    # Gather what reaches the bar; whenever the room is full, keep the best and raise the bar.
+    cdef int64_t i, j, n, size = found.sizes[g]
+    cdef int64_t *row = found.packed + g * found.room
+    n = ob_reaching(LEVEL, scores, count, <int32_t>found.cursors[g], places)
+    for i in range(n):
+        if size == found.room:
+            ob_keep_largest(row, size, found.capacity)
+            size = found.capacity
+            found.cursors[g] = row[0] >> 32
+            for j in range(1, size):
+                found.cursors[g] = min(found.cursors[g], row[j] >> 32)
+        row[size] = _pack(scores[places[i]], <uint32_t>(first + places[i]))
+        size += 1
+    found.sizes[g] = size
 
 
 cdef void _scan(const int16_t *queries, int64_t group, Head *head, int32_t *scores,
-                Found *found) noexcept nogil:
-    cdef int64_t first = 0, count
+                uint32_t *places, Found *found) noexcept nogil:
+    cdef int64_t first = 0, count, ahead, g, end = head.m * head.d
+    for g in range(group):
+        found.cursors[g] = -2147483647  # the bar: lower than any score
     while first < head.m:
         count = min(SCAN_BLOCK, head.m - first)
-        ob_score_int8(queries, group, head.keys_int8 + first * head.d, head.d, NULL, count,
+        for ahead in range((first + count) * head.d, min((first + 2 * count) * head.d, end), 64):
+            ob_prefetch(head.keys_int8 + ahead)
+        ob_score_int8(LEVEL, queries, group, head.keys_int8 + first * head.d, head.d, NULL, count,
                       scores, SCAN_BLOCK)
-        _offer(scores, SCAN_BLOCK, group, NULL, first, count, found)
+        for g in range(group):
+            _collect(scores + g * SCAN_BLOCK, first, count, places, found, g)
         first += count
+    for g in range(group):
+        if found.sizes[g] > found.capacity:
+            ob_keep_largest(found.packed + g * found.room, found.sizes[g], found.capacity)
+            found.sizes[g] = found.capacity
     found.scored = head.m
 
 
@@ -133,19 +178,22 @@ cdef void _bound(const float *queries, int64_t group, Head *head, const float *c
 
 
 cdef int64_t _visit(const uint32_t *ids, int64_t count, uint8_t *visited, uint32_t *fresh,
-                    int64_t group, const float *bounds, const uint32_t *cluster_of,
+                    int64_t group, const float *bounds, Head *head,
                     const float *thresholds) noexcept nogil:
     # Keep the ids not seen before whose cluster may hold a better key, and mark them.
     cdef int64_t i, g, kept = 0
     cdef uint32_t key
     cdef const float *bound
     for i in range(count):
+        ob_prefetch(head.cluster_of + ids[i])
+    for i in range(count):
         key = ids[i]
         if not visited[key >> 3] & (1 << (key & 7)):
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-            bound = bounds + cluster_of[key] * group
+            bound = bounds + head.cluster_of[key] * group
             for g in range(group):
                 if bound[g] > thresholds[g]:
+                    ob_prefetch(head.keys_int8 + <int64_t>key * head.d)
                     fresh[kept] = key
                     kept += 1
                     break
@@ -157,26 +205,40 @@ cdef void _raise(Found *found, int64_t group, int64_t k, float *thresholds) noex
     cdef int64_t g
     for g in range(group):
         if found.sizes[g] >= k:
-            thresholds[g] = <float>(found.packed[g * found.capacity + k - 1] >> 32)
+            thresholds[g] = <float>(found.packed[g * found.room + k - 1] >> 32)
+
+
+cdef void _fetch_next(Found *found, int64_t g, int64_t queue, Head *head) noexcept nogil:
+    # Begin to fetch the neighbours of the key that query head `g` will expand next, if none better
+    # comes until then.
+    cdef int64_t at = found.cursors[g], i
+    cdef int64_t *row = found.packed + g * found.room
+    cdef const uint32_t *near
+    while at < found.sizes[g] and at < queue and row[at] & 1:
+        at += 1
+    if at < found.sizes[g] and at < queue:
+        near = head.graph + <int64_t>_key_of(row[at]) * head.degree
+        for i in range(0, head.degree, 16):
+            ob_prefetch(near + i)
 
 
 cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_t *seeds,
                 int64_t seed_count, int64_t k, int64_t queue, uint8_t *visited, uint32_t *fresh,
-                int32_t *scores, int64_t stride, const float *bounds, float *thresholds,
-                Found *found) noexcept nogil:
+                int32_t *scores, int64_t stride, uint32_t *places, const float *bounds,
+                float *thresholds, Found *found) noexcept nogil:
     # Best-first, the query heads in turn: a key reached by one is offered to all of them.
     cdef int64_t kept, g, at, open_heads = group
     cdef int64_t *row
     for g in range(group):
         thresholds[g] = -INFINITY
-    kept = _visit(seeds, seed_count, visited, fresh, group, bounds, head.cluster_of, thresholds)
-    ob_score_int8(queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
-    _offer(scores, stride, group, fresh, 0, kept, found)
+    kept = _visit(seeds, seed_count, visited, fresh, group, bounds, head, thresholds)
+    ob_score_int8(LEVEL, queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
+    _offer(scores, stride, group, fresh, 0, kept, places, found)
     found.scored = kept
     while open_heads > 0:
         open_heads = 0
         for g in range(group):
-            row = found.packed + g * found.capacity
+            row = found.packed + g * found.room
             at = found.cursors[g]
             while at < found.sizes[g] and at < queue and row[at] & 1:
                 at += 1
@@ -185,13 +247,15 @@ cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_
                 continue
             open_heads += 1
             row[at] |= 1
+            _fetch_next(found, (g + 1) % group, queue, head)
             _raise(found, group, k, thresholds)
             kept = _visit(head.graph + <int64_t>_key_of(row[at]) * head.degree, head.degree,
-                          visited, fresh, group, bounds, head.cluster_of, thresholds)
+                          visited, fresh, group, bounds, head, thresholds)
             if kept == 0:
                 continue
-            ob_score_int8(queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
-            _offer(scores, stride, group, fresh, 0, kept, found)
+            ob_score_int8(LEVEL, queries, group, head.keys_int8, head.d, fresh, kept, scores,
+                          stride)
+            _offer(scores, stride, group, fresh, 0, kept, places, found)
             found.scored += kept
 
 
@@ -216,18 +280,19 @@ cdef int64_t _union(Found *found, int64_t group, uint8_t *visited, int64_t bytes
                     uint32_t *ids) noexcept nogil:
     # The distinct candidates of all query heads, in the order of their ids.
     cdef int64_t g, i, byte, count = 0
+    cdef uint64_t word
     cdef uint32_t key
-    memset(visited, 0, bytes_)
+    memset(visited, 0, bytes_ + 7)  # whole words are read; the array ends seven bytes later
     for g in range(group):
         for i in range(found.sizes[g]):
-            key = _key_of(found.packed[g * found.capacity + i])
+            key = _key_of(found.packed[g * found.room + i])
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-    for byte in range(bytes_):
-        if visited[byte]:
-            for i in range(8):
-                if visited[byte] & (1 << i):
-                    ids[count] = <uint32_t>(byte * 8 + i)
-                    count += 1
+    for byte in range(0, bytes_, 8):
+        memcpy(&word, visited + byte, 8)
+        while word:
+            ids[count] = <uint32_t>(byte * 8 + ob_lowest_bit(word))
+            count += 1
+            word &= word - 1
     return count
 
 
@@ -240,7 +305,7 @@ cdef int64_t _choose(Found *found, int64_t group, int64_t k, float *logits, int6
     cdef uint32_t key
     memset(visited, 0, bytes_)
     for g in range(group):
-        row = found.packed + g * found.capacity
+        row = found.packed + g * found.room
         found.sizes[g] = 0
         for i in range(pool_size):
             _insert(_pack(_ordered(logits[g * stride + i]), pool[i]), row, found.sizes + g,
@@ -257,6 +322,26 @@ cdef int64_t _choose(Found *found, int64_t group, int64_t k, float *logits, int6
                 logits[g * stride + kept] = logits[g * stride + i]
             kept += 1
     return kept
+
+
+def levels():
+    """Name the ways to score int8 keys that this processor has, the slowest first."""
+    return ("portable", "avx2", "avx512")[:LEVEL + 1]
+
+
+def score_int8(const int16_t[:, ::1] queries, const int8_t[:, ::1] keys,
+               const uint32_t[::1] ids, str level):
+    """Score keys (m, d) of `ids` (n,) against queries (group, d) in one of the `levels`, for tests.
+
+    Returns (group, n). The ids are trusted.
+    """
+    cdef int chosen = levels().index(level)
+    cdef int64_t group = queries.shape[0], d = queries.shape[1], count = ids.shape[0]
+    cdef int32_t[:, ::1] scores = np.zeros((group, count + 1), np.int32)
+    if count > 0 and group > 0 and d > 0:
+        ob_score_int8(chosen, &queries[0, 0], group, &keys[0, 0], d, &ids[0], count,
+                      &scores[0, 0], count + 1)
+    return np.ascontiguousarray(np.asarray(scores)[:, :count])
 
 
 def find(object index, const float[:, ::1] queries, float scaling, int64_t wanted, bint walk,
@@ -283,15 +368,17 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef float *inverses = &bounds[group * clusters]
     cdef int32_t[:, ::1] scores = np.empty((group, width), np.int32)
     cdef uint32_t[:, ::1] ids = np.empty((2, width), np.uint32)
-    cdef uint8_t[::1] visited = np.zeros(bytes_ + 1, np.uint8)
-    cdef int64_t[::1] packed = np.zeros(group * (capacity + 2) + width, np.int64)
+    cdef uint32_t[::1] places = np.empty(width + 8, np.uint32)
+    cdef uint8_t[::1] visited = np.zeros(bytes_ + 8, np.uint8)
+    cdef int64_t room = capacity if walk else 2 * capacity
+    cdef int64_t[::1] packed = np.zeros(group * (room + 2) + width, np.int64)
     cdef Found found
-    found.capacity, found.scored = capacity, 0
-    found.packed, found.sizes = &packed[0], &packed[group * capacity]
+    found.capacity, found.room, found.scored = capacity, room, 0
+    found.packed, found.sizes = &packed[0], &packed[group * room]
     found.cursors = found.sizes + group
     with nogil:
         if clusters > 0:
-            ob_logits(&queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters, scaling,
+            ob_logits(LEVEL, &queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters, scaling,
                       &row[0], &centroid_logits[0], clusters)
         if k > 0:
             _quantise(&queries[0, 0], group, &head, &quantised[0, 0], inverses)
@@ -301,12 +388,12 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
                 _bound(&queries[0, 0], group, &head, &centroid_logits[0], scaling, inverses, slack,
                        &bounds[0])
                 _walk(&quantised[0, 0], group, &head, &ids[0, 0], seed_count, k, queue,
-                      &visited[0], &ids[1, 0], &scores[0, 0], width, &bounds[0],
+                      &visited[0], &ids[1, 0], &scores[0, 0], width, &places[0], &bounds[0],
                       inverses + group, &found)
             else:
-                _scan(&quantised[0, 0], group, &head, &scores[0, 0], &found)
+                _scan(&quantised[0, 0], group, &head, &scores[0, 0], &places[0], &found)
             pool_size = _union(&found, group, &visited[0], bytes_, &pool[0])
-            ob_logits(&queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0], pool_size,
+            ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0], pool_size,
                       scaling, &row[0], &logits[0, 0], stride)
             k = min(k, pool_size)
             read_count = _choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,

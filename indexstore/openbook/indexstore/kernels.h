@@ -1,9 +1,8 @@
-/* The arithmetic of the middle, in portable C: int8 scores, widening, a blocked exact scan.
+/* The arithmetic of the middle, in portable C: widening, weights, a blocked exact scan.
  *
  * Nothing here allocates, knows Python or checks its input: attend.py has checked it. Vectors are
  * GCC/Clang vector types, lowered to whatever the target has; on x86-64 with glibc the functions
  * marked OB_CLONES are compiled for several instruction sets and chosen when the module is loaded.
- * The int8 scores are integers, so every instruction set gives the same ones to the bit.
  */
 #ifndef OPENBOOK_KERNELS_H
 #define OPENBOOK_KERNELS_H
@@ -11,6 +10,8 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "int8.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) \
     && !defined(__clang__) && __GNUC__ >= 12
@@ -25,6 +26,11 @@ enum { OB_BLOCK = 32 }; /* keys per block of the exact scan: four vectors of eig
 
 typedef float ob_v8 __attribute__((vector_size(32), aligned(4)));
 typedef int32_t ob_i8 __attribute__((vector_size(32), aligned(4)));
+
+OB_INLINE void ob_prefetch(const void *address) { __builtin_prefetch(address); }
+
+/* The number of the lowest bit that is set; the word is little-endian, and not 0. */
+OB_INLINE int64_t ob_lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
 
 OB_INLINE float ob_from_bits(uint32_t bits) {
     float value;
@@ -52,6 +58,16 @@ OB_INLINE void ob_widen(const void *source, int dtype, int64_t count, float *tar
         }
     }
 }
+
+#if OB_X86
+/* The processor's own widening: the same floats. `count` is a multiple of eight. */
+__attribute__((target("avx2,f16c"))) static void ob_widen_f16c(const uint16_t *source,
+                                                               int64_t count, float *target) {
+    for (int64_t i = 0; i < count; i += 8)
+        _mm256_storeu_ps(target + i,
+                         _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + i))));
+}
+#endif
 
 OB_INLINE int64_t ob_stored_bytes(int dtype) { return dtype == OB_FLOAT32 ? 4 : 2; }
 
@@ -87,42 +103,76 @@ OB_INLINE ob_v8 ob_exp(ob_v8 x) {
     return (ob_v8)((ob_i8)(p * (ob_v8)exponent) & ~tiny);
 }
 
-/* Scores of int8 keys: out[g * stride + i] = sum_j queries[g][j] * keys[ids[i]][j].
- * With ids NULL the keys are the `count` rows themselves. */
-OB_INLINE int32_t ob_dot_int8(const int16_t *query, const int8_t *key, int64_t d) {
-    int32_t sum = 0;
-    for (int64_t j = 0; j < d; j++) sum += (int32_t)query[j] * (int32_t)key[j];
-    return sum;
-}
-
-OB_INLINE void ob_score_body(const int16_t *queries, int64_t group, const int8_t *keys, int64_t d,
-                             const uint32_t *ids, int64_t count, int32_t *out, int64_t stride) {
-    for (int64_t i = 0; i < count; i++) {
-        const int8_t *key = keys + (ids ? (int64_t)ids[i] : i) * d;
-        for (int64_t g = 0; g < group; g++)
-            out[g * stride + i] = ob_dot_int8(queries + g * d, key, d);
+#if OB_X86
+/* Eight rows against one query, each sum in the order of ob_dot: the same floats to the bit. */
+__attribute__((target("avx2"))) static void ob_eight_dots(const float *query,
+                                                          const float *const rows[8], int64_t d,
+                                                          float scaling, float *out) {
+    __m256 a[8];
+    for (int64_t t = 0; t < 8; t++) a[t] = _mm256_setzero_ps();
+    for (int64_t j = 0; j < d; j += 8) {
+        __m256 q = _mm256_loadu_ps(query + j);
+        for (int64_t t = 0; t < 8; t++)
+            a[t] = _mm256_add_ps(a[t], _mm256_mul_ps(q, _mm256_loadu_ps(rows[t] + j)));
     }
+    __m128 b[8];
+    for (int64_t t = 0; t < 8; t++)
+        b[t] = _mm_add_ps(_mm256_castps256_ps128(a[t]), _mm256_extractf128_ps(a[t], 1));
+    __m128 low = _mm_hadd_ps(_mm_hadd_ps(b[0], b[1]), _mm_hadd_ps(b[2], b[3]));
+    __m128 high = _mm_hadd_ps(_mm_hadd_ps(b[4], b[5]), _mm_hadd_ps(b[6], b[7]));
+    __m256 sums = _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_set1_ps(scaling), sums));
+}
+#endif
+
+/* What ob_logits does of whole groups of eight keys; returns how many keys that were. */
+static int64_t ob_logits_by_eight(int level, const float *queries, int64_t group, const void *keys,
+                                  int dtype, int64_t d, const uint32_t *ids, int64_t count,
+                                  float scaling, float *logits, int64_t stride) {
+    int64_t i = 0;
+#if OB_X86
+    float wide[8][OB_WIDTH_MAX];
+    const float *rows[8];
+    if (level < OB_AVX2 || d % 8 || d > OB_WIDTH_MAX) return 0;
+    for (; i + 8 <= count; i += 8) {
+        for (int64_t t = 0; t < 8; t++) {
+            int64_t at = ids ? (int64_t)ids[i + t] : i + t;
+            const char *key = (const char *)keys + at * d * ob_stored_bytes(dtype);
+            if (dtype == OB_FLOAT32) {
+                rows[t] = (const float *)key;
+                continue;
+            }
+            if (dtype == OB_FLOAT16) ob_widen_f16c((const uint16_t *)key, d, wide[t]);
+            else ob_widen(key, dtype, d, wide[t]);
+            rows[t] = wide[t];
+        }
+        for (int64_t g = 0; g < group; g++)
+            ob_eight_dots(queries + g * d, rows, d, scaling, logits + g * stride + i);
+    }
+#endif
+    return i;
 }
 
-/* The common key sizes are constants to the compiler, which then unrolls them. */
-OB_CLONES static void ob_score_int8(const int16_t *queries, int64_t group, const int8_t *keys,
-                                    int64_t d, const uint32_t *ids, int64_t count, int32_t *out,
-                                    int64_t stride) {
-    if (d == 64) ob_score_body(queries, group, keys, 64, ids, count, out, stride);
-    else if (d == 128) ob_score_body(queries, group, keys, 128, ids, count, out, stride);
-    else ob_score_body(queries, group, keys, d, ids, count, out, stride);
-}
-
-/* logits[g * stride + i] = scaling * q_g . keys[ids[i]], the stored keys widened one by one. */
-OB_CLONES static void ob_logits(const float *queries, int64_t group, const void *keys, int dtype,
-                                int64_t d, const uint32_t *ids, int64_t count, float scaling,
-                                float *row, float *logits, int64_t stride) {
-    for (int64_t i = 0; i < count; i++) {
+/* logits[g * stride + i] = scaling * q_g . keys[ids[i]], the stored keys widened. */
+OB_CLONES static void ob_logits_one_by_one(const float *queries, int64_t group, const void *keys,
+                                           int dtype, int64_t d, const uint32_t *ids,
+                                           int64_t first, int64_t count, float scaling, float *row,
+                                           float *logits, int64_t stride) {
+    for (int64_t i = first; i < count; i++) {
         int64_t at = ids ? (int64_t)ids[i] : i;
         ob_widen((const char *)keys + at * d * ob_stored_bytes(dtype), dtype, d, row);
         for (int64_t g = 0; g < group; g++)
             logits[g * stride + i] = scaling * ob_dot(queries + g * d, row, d);
     }
+}
+
+static void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
+                      int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
+                      float *logits, int64_t stride) {
+    int64_t done = ob_logits_by_eight(level, queries, group, keys, dtype, d, ids, count, scaling,
+                                      logits, stride);
+    ob_logits_one_by_one(queries, group, keys, dtype, d, ids, done, count, scaling, row, logits,
+                         stride);
 }
 
 /* values[i] = e^(logits[i] - peak); returns their sum. */
@@ -158,12 +208,32 @@ OB_CLONES static void ob_add_values(const float *weights, int64_t group, const v
     }
 }
 
-/* out[g] += sum_i weights[g * stride + i] * rows[i], rows float32 (count, d) */
+/* out[g] += sum_i weights[g * stride + i] * rows[i], rows float32 (count, d), zeros untouched. */
 OB_CLONES static void ob_add_rows(const float *weights, int64_t group, const float *rows,
                                   int64_t d, int64_t count, int64_t stride, float *out) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t g = 0; g < group; g++)
-            ob_add(out + g * d, rows + i * d, weights[g * stride + i], d);
+            if (weights[g * stride + i] != 0)
+                ob_add(out + g * d, rows + i * d, weights[g * stride + i], d);
+}
+
+/* scores[c] = logits[c] + min(lift * spreads[c]^2, most) */
+OB_CLONES static void ob_lifted(const float *logits, const float *spreads, int64_t count,
+                                float lift, float most, float *scores) {
+    for (int64_t c = 0; c < count; c++) {
+        float more = lift * spreads[c] * spreads[c];
+        scores[c] = logits[c] + (more < most ? more : most);
+    }
+}
+
+/* The sum of weights[c] * counts[c]. */
+OB_CLONES static double ob_mass(const float *weights, const float *counts, int64_t count) {
+    double total = 0;
+    int64_t c = 0;
+    for (; c + 8 <= count; c += 8)
+        total += (double)ob_sum(*(const ob_v8 *)(weights + c) * *(const ob_v8 *)(counts + c));
+    for (; c < count; c++) total += (double)(weights[c] * counts[c]);
+    return total;
 }
 
 /* ---- the exact scan: softmax over all keys for many rows, a block of keys at a time ---- */
