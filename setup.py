@@ -21,7 +21,9 @@ def kernel(name: str, header: str = "kernels.h") -> Extension:
     extension = Extension(
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
-        depends=[f"{KERNELS}/{name}" for name in (header, "int8.h", "_head.pxd")],
+        depends=[
+            f"{KERNELS}/{name}" for name in (header, "int8.h", "_head.pxd", "_candidates.pxd")
+        ],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
         extra_compile_args=COMPILE_ARGS + (ROUNDED if name in ("_search", "_build") else []),
     )

@@ -30,7 +30,7 @@ from ingest_memory import (  # noqa: E402
 )
 
 from openbook.worker import attention  # noqa: E402
-from openbook.worker.errors import DocumentTooLong  # noqa: E402
+from openbook.worker.errors import MemoryShort  # noqa: E402
 from openbook.worker.ingest import IngestSettings  # noqa: E402
 from openbook.worker.memory import refuse_without_room  # noqa: E402
 from openbook.worker.models import Model, load_model  # noqa: E402
@@ -85,8 +85,7 @@ def needed_bytes(model: Model, tokens: int, threads: int) -> int:
             threads=threads,
             left_bytes=lambda _: 0,
         )
-    except DocumentTooLong as refused:
-        assert refused.needed_bytes is not None
+    except MemoryShort as refused:
         return refused.needed_bytes
     raise AssertionError("no memory at all was enough")
 

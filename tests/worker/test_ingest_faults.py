@@ -99,8 +99,11 @@ def outcome_of_a_kill(calls: list[Call], number: int) -> str:
     *saved, published = [call.number for call in calls if call.op == "rename"]
     if number > published:
         return "SIGKILL there - whole"
-    sealing = calls[named(calls, "fsync", "tokens.mdb")[0]].number
-    layer = sum(at < number for at in saved) if number < sealing else 0
+    draft = calls[named(calls, "fsync", "tokens.mdb")[0]].path.parent
+    sealed = calls[
+        named(calls, "fsync", draft.name)[0]
+    ].number  # its checkpoint is gone just before
+    layer = sum(at < number for at in saved) if number < sealed else 0
     return f"SIGKILL absent {layer} whole"
 
 

@@ -96,6 +96,7 @@ def test_context_without_a_middle_has_no_lifts(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_receipt_of_the_demo_model_is_what_the_audit_says(
     smollm2: Model, read_context: ReadContext, opened: Opened
 ) -> None:

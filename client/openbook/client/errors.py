@@ -186,6 +186,7 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     "CALLER_LIMIT_REACHED": Exhausted,
     "OPENED_FULL": Exhausted,
     "READER_STALLED": Exhausted,
+    "MEMORY_SHORT": Exhausted,
     "STORE_FULL": StoreFull,
     "STORE_QUOTA_REACHED": StoreFull,
     "STORE_READ_FAILED": Unavailable,

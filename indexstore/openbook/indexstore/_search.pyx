@@ -8,8 +8,9 @@ NumPy twin is reference.find.
 cimport numpy as cnp
 from libc.math cimport INFINITY, fabs
 from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memcpy, memset
 
+from openbook.indexstore._candidates cimport insert, key_of, ordered, pack
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
@@ -51,43 +52,6 @@ cdef struct Found:
     int64_t scored
 
 
-cdef int64_t _pack(int32_t score, uint32_t key) noexcept nogil:
-    # Larger is better: score first, then the smaller id. Bit 0 says that the key was expanded.
-    return <int64_t>score * 4294967296LL + (<int64_t>(0x7fffffffu - key) << 1)
-
-
-cdef uint32_t _key_of(int64_t packed) noexcept nogil:
-    return 0x7fffffffu - (<uint32_t>packed >> 1)
-
-
-cdef int32_t _ordered(float value) noexcept nogil:
-    # Map floats to integers that compare alike.
-    cdef int32_t bits
-    memcpy(&bits, &value, sizeof(bits))
-    return bits if bits >= 0 else bits ^ 0x7fffffff
-
-
-cdef void _insert(int64_t packed, int64_t *row, int64_t *size, int64_t *cursor,
-                  int64_t capacity) noexcept nogil:
-    # Insert into a descending row of at most `capacity`; the worst falls off.
-    cdef int64_t low = 0, high = size[0], middle
-    if high == capacity:
-        if capacity == 0 or packed <= row[capacity - 1]:
-            return
-    while low < high:
-        middle = (low + high) >> 1
-        if row[middle] > packed:
-            low = middle + 1
-        else:
-            high = middle
-    if size[0] < capacity:
-        size[0] += 1
-    memmove(row + low + 1, row + low, (size[0] - 1 - low) * sizeof(int64_t))
-    row[low] = packed
-    if low < cursor[0]:
-        cursor[0] = low
-
-
 cdef void _quantise(const float *queries, int64_t group, Head *head, int16_t *out,
                     float *inverses) noexcept nogil:
     # Fold the key scales into the query, then round it to 16 bits; sums stay below 2^31.
@@ -121,7 +85,7 @@ cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uin
         n = ob_reaching(LEVEL, scores + g * stride, count, bar, places)
         for i in range(n):
             place = places[i]
-            _insert(_pack(scores[g * stride + place],
+            insert(pack(scores[g * stride + place],
                           ids[place] if ids != NULL else <uint32_t>(first + place)),
                     row, found.sizes + g, found.cursors + g, found.capacity)
 
@@ -139,7 +103,7 @@ cdef void _collect(const int32_t *scores, int64_t first, int64_t count, uint32_t
             found.cursors[g] = row[0] >> 32
             for j in range(1, size):
                 found.cursors[g] = min(found.cursors[g], row[j] >> 32)
-        row[size] = _pack(scores[places[i]], <uint32_t>(first + places[i]))
+        row[size] = pack(scores[places[i]], <uint32_t>(first + places[i]))
         size += 1
     found.sizes[g] = size
 
@@ -217,7 +181,7 @@ cdef void _fetch_next(Found *found, int64_t g, int64_t queue, Head *head) noexce
     while at < found.sizes[g] and at < queue and row[at] & 1:
         at += 1
     if at < found.sizes[g] and at < queue:
-        near = head.graph + <int64_t>_key_of(row[at]) * head.degree
+        near = head.graph + <int64_t>key_of(row[at]) * head.degree
         for i in range(0, head.degree, 16):
             ob_prefetch(near + i)
 
@@ -249,7 +213,7 @@ cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_
             row[at] |= 1
             _fetch_next(found, (g + 1) % group, queue, head)
             _raise(found, group, k, thresholds)
-            kept = _visit(head.graph + <int64_t>_key_of(row[at]) * head.degree, head.degree,
+            kept = _visit(head.graph + <int64_t>key_of(row[at]) * head.degree, head.degree,
                           visited, fresh, group, bounds, head, thresholds)
             if kept == 0:
                 continue
@@ -268,10 +232,10 @@ cdef int64_t _seed(const float *centroid_logits, int64_t group, int64_t seeds_pe
         size = 0
         cursor = 0
         for c in range(head.clusters):
-            _insert(_pack(_ordered(centroid_logits[g * head.clusters + c]), <uint32_t>c), row,
+            insert(pack(ordered(centroid_logits[g * head.clusters + c]), <uint32_t>c), row,
                     &size, &cursor, seeds_per_head)
         for c in range(size):
-            seeds[count] = head.entries[1 + _key_of(row[c])]
+            seeds[count] = head.entries[1 + key_of(row[c])]
             count += 1
     return count
 
@@ -285,7 +249,7 @@ cdef int64_t _union(Found *found, int64_t group, uint8_t *visited, int64_t bytes
     memset(visited, 0, bytes_ + 7)  # whole words are read; the array ends seven bytes later
     for g in range(group):
         for i in range(found.sizes[g]):
-            key = _key_of(found.packed[g * found.room + i])
+            key = key_of(found.packed[g * found.room + i])
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
     for byte in range(0, bytes_, 8):
         memcpy(&word, visited + byte, 8)
@@ -308,10 +272,10 @@ cdef int64_t _choose(Found *found, int64_t group, int64_t k, float *logits, int6
         row = found.packed + g * found.room
         found.sizes[g] = 0
         for i in range(pool_size):
-            _insert(_pack(_ordered(logits[g * stride + i]), pool[i]), row, found.sizes + g,
+            insert(pack(ordered(logits[g * stride + i]), pool[i]), row, found.sizes + g,
                     found.cursors + g, k)
         for i in range(k):
-            key = _key_of(row[i])
+            key = key_of(row[i])
             top[g * k + i] = key
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
     for i in range(pool_size):
@@ -378,8 +342,8 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     found.cursors = found.sizes + group
     with nogil:
         if clusters > 0:
-            ob_logits(LEVEL, &queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters, scaling,
-                      &row[0], &centroid_logits[0], clusters)
+            ob_logits(LEVEL, &queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters,
+                      scaling, &row[0], &centroid_logits[0], clusters)
         if k > 0:
             _quantise(&queries[0, 0], group, &head, &quantised[0, 0], inverses)
             if walk:
@@ -393,8 +357,8 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
             else:
                 _scan(&quantised[0, 0], group, &head, &scores[0, 0], &places[0], &found)
             pool_size = _union(&found, group, &visited[0], bytes_, &pool[0])
-            ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0], pool_size,
-                      scaling, &row[0], &logits[0, 0], stride)
+            ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0],
+                      pool_size, scaling, &row[0], &logits[0, 0], stride)
             k = min(k, pool_size)
             read_count = _choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,
                                  &top[0, 0], &visited[0], bytes_)

@@ -35,7 +35,7 @@ from openbook.indexstore.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from openbook.indexstore.errors import StoreFull, StoreWriteFailed
+from openbook.indexstore.errors import IndexStoreError, StoreFull, StoreWriteFailed
 from openbook.indexstore.layer import LayerRecords, check_head, layer_arrays, layer_infos
 from openbook.indexstore.layout import Kind, RecordInfo, check_shapes, info_of
 from openbook.indexstore.manifest import (
@@ -48,7 +48,13 @@ from openbook.indexstore.manifest import (
     complete,
     layer_name,
 )
-from openbook.indexstore.shard import MODE_SEALED, MODE_WRITING, file_chunks, write_shard
+from openbook.indexstore.shard import (
+    MODE_SEALED,
+    MODE_WRITING,
+    file_chunks,
+    open_regular,
+    write_shard,
+)
 
 TMP_NAME = ".tmp"
 MODE_DIRECTORY = 0o700
@@ -89,7 +95,9 @@ def adopt(root: Path, label: str) -> Draft | None:
                 continue
             found = read_checkpoint(path)
             if found is not None and found.label == label and is_whole(path, found):
-                with suppress(OSError):  # else something there is in the way: removed with it
+                with suppress(
+                    OSError, IndexStoreError
+                ):  # else something there is in the way: removed with it
                     return Draft(path, fd, found)
             if found is not None and found.label == label:
                 shutil.rmtree(path, ignore_errors=True)
@@ -236,7 +244,6 @@ class Draft:
         names = [TOKENS_NAME, *(layer_name(layer) for layer in range(fields.layers))]
         if sorted(names) != sorted(self._files):
             raise ValueError(f"{len(self._files)} files written, {len(names)} expected")
-        self._drop_checkpoint()
         files = []
         for name in names:
             fd, records = self._files[name]
@@ -248,6 +255,8 @@ class Draft:
         raw = encode(complete(fields, tuple(files)))
         with self._discarding(MANIFEST_NAME):
             _write_file(self.path / MANIFEST_NAME, raw)
+        self._drop_checkpoint()  # as late as can be: to sync the files may take long
+        with self._discarding(MANIFEST_NAME):
             sync_directory(self.path)
         self._close_files()
         self.manifest = decode(raw)
@@ -274,17 +283,19 @@ class Draft:
             self._lock_fd = None
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        """Open the files of a checkpoint and remove all others. Raises OSError."""
+        """Open the files of a checkpoint and remove all others. Raises OSError or the store's."""
         kept = {file.name for file in checkpoint.files} | {CHECKPOINT_NAME, checkpoint.blob.name}
         for path in self.path.iterdir():
             if path.name not in kept:
                 path.unlink()
         try:
             for file in checkpoint.files:
+                with open_regular(self.path / file.name) as sealed:
+                    os.fchmod(sealed, MODE_WRITING)  # a seal that was cut short took it away
                 fd = os.open(self.path / file.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 self._files[file.name] = (fd, file.records)
                 self._digests[file.name] = file
-        except OSError:
+        except (OSError, IndexStoreError):
             self._close_files()
             raise
 

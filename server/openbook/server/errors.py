@@ -322,6 +322,11 @@ TABLE: Mapping[type[Exception], Row] = {
     worker.EngineClosed: Row(Code.UNAVAILABLE, "ENGINE_STOPPED", text=str(EngineStopped())),
     worker.LayoutUnavailable: Row(Code.INVALID_ARGUMENT, "LAYOUT_UNAVAILABLE"),
     worker.DocumentEmpty: Row(Code.INVALID_ARGUMENT, "DOCUMENT_EMPTY"),
+    worker.MemoryShort: Row(
+        Code.RESOURCE_EXHAUSTED,
+        "MEMORY_SHORT",
+        ("tokens", "limit", "needed_bytes", "left_bytes"),
+    ),
     worker.DocumentTooLong: Row(Code.INVALID_ARGUMENT, "DOCUMENT_TOO_LONG", ("tokens", "limit")),
     worker.NotText: Row(Code.INVALID_ARGUMENT, "DOCUMENT_NOT_TEXT", ("offset",)),
     worker.NonFiniteKeys: Row(Code.INTERNAL, "NON_FINITE_KEYS", ("layer", "head", "position")),

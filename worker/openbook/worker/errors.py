@@ -9,7 +9,8 @@ WorkerError
 ├── LayoutUnavailable(layout, available) the model has no such prompt layout
 ├── DocumentError
 │   ├── DocumentEmpty                    nothing but whitespace
-│   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions, or memory holds
+│   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions
+│   ├── MemoryShort(needed_bytes, left_bytes, limit)   reading it takes more memory than is left
 │   └── NotText(offset)                  not UTF-8 at this byte
 ├── NonFiniteKeys(layer, head, position) the model computed a NaN or infinity
 ├── NonFiniteLogits(step)                the same, in the scores of the next token
@@ -64,29 +65,26 @@ class DocumentEmpty(DocumentError):
 
 
 class DocumentTooLong(DocumentError):
-    """Report a document of `tokens` tokens, or at least so many, for `limit` positions.
+    """Report a document of `tokens` tokens, or at least so many, for `limit` positions."""
 
-    With `needed_bytes` and `left_bytes` it is memory that is short: `limit` is then about how many
-    tokens could be read in what is left.
+    def __init__(self, tokens: int, limit: int, *, is_least: bool = False) -> None:
+        least = "at least " if is_least else ""
+        super().__init__(f"the document has {least}{tokens} tokens; the model's limit is {limit}")
+        self.tokens = tokens
+        self.limit = limit
+
+
+class MemoryShort(DocumentError):
+    """Report a document whose reading takes `needed_bytes` where `left_bytes` are left.
+
+    About `limit` of its `tokens` tokens could be read in them.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        limit: int,
-        *,
-        is_least: bool = False,
-        needed_bytes: int | None = None,
-        left_bytes: int | None = None,
-    ) -> None:
-        least = "at least " if is_least else ""
-        text = f"the document has {least}{tokens} tokens; the model's limit is {limit}"
-        if needed_bytes is not None:
-            text = (
-                f"reading the document's {tokens} tokens takes {needed_bytes} bytes of memory and "
-                f"{left_bytes} are left, enough for about {limit} tokens"
-            )
-        super().__init__(text)
+    def __init__(self, tokens: int, limit: int, needed_bytes: int, left_bytes: int) -> None:
+        super().__init__(
+            f"reading the document's {tokens} tokens takes {needed_bytes} bytes of memory and "
+            f"{left_bytes} are left, enough for about {limit} tokens"
+        )
         self.tokens = tokens
         self.limit = limit
         self.needed_bytes = needed_bytes

@@ -106,7 +106,7 @@ def ingest(
     A draft adopted from an earlier try of the same reading is gone on with, to the same bytes; of
     another reading it is cleared.
 
-    Raises NotText, DocumentEmpty, DocumentTooLong (memory too is counted) and LayoutUnavailable
+    Raises NotText, DocumentEmpty, DocumentTooLong, MemoryShort and LayoutUnavailable
     before the model runs; NonFiniteKeys, IngestCancelled and the store's own errors later. Nothing
     is sealed then.
     """

@@ -20,7 +20,7 @@ from torch import nn
 from openbook.indexstore.build import IndexParams
 from openbook.indexstore.head import KvDtype
 from openbook.worker.capture import NEIGHBOURS, TILE_BYTES_MAX, sample_positions
-from openbook.worker.errors import DocumentTooLong
+from openbook.worker.errors import MemoryShort
 from openbook.worker.models import Model
 
 FIXED_BYTES = TILE_BYTES_MAX + (32 << 20)  # of any length: tiles of scores, LMDB, heaps of threads
@@ -42,7 +42,7 @@ def refuse_without_room(
 ) -> None:
     """Refuse a document of `tokens` tokens that cannot be read in the memory that is left.
 
-    Raises DocumentTooLong with what it takes and what there is. Memory of which nothing is known
+    Raises MemoryShort with what it takes and what there is. Memory of which nothing is known
     is enough.
     """
     host = torch.device("cpu")
@@ -57,7 +57,7 @@ def refuse_without_room(
         needs, left = needed(device, tokens), left_bytes(device)
         if left is not None and needs > left:
             limit = bisect_right(range(1, tokens), left, key=partial(needed, device))
-            raise DocumentTooLong(tokens, limit, needed_bytes=needs, left_bytes=left)
+            raise MemoryShort(tokens, limit, needs, left)
 
 
 def forward_bytes(model: Model, tokens: int) -> int:
