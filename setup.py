@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 KERNELS = "indexstore/openbook/indexstore"
 COMPILE_ARGS = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_ARGS += ["-Wno-psabi", "-Wno-unused-function"]  # no module uses all of kernels.h
-ROUNDED = ["-ffp-contract=off"]  # a search and a build give the same on every processor
+ROUNDED = ["-ffp-contract=off"]  # which ids a search finds is not the instruction set's to say
 DIRECTIVES = {
     "autotestdict": False,  # no __test__, which the stubs would have to declare
     "boundscheck": False,

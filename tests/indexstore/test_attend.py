@@ -225,6 +225,20 @@ def test_a_batch_equals_its_requests_alone_for_any_threads() -> None:
             assert np.array_equal(mine.lse, theirs.lse)
 
 
+@pytest.mark.parametrize("number", [np.nan, -np.inf, np.inf])
+@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+def test_query_that_is_no_number_gives_no_number_that_looks_like_one(
+    plan: HeadPlan, number: float
+) -> None:
+    (head, _), good = two_heads(700, 16)
+    queries = np.full((3, 16), number, np.float32)
+    for _ in range(5):  # the memory that it works in has been used for other numbers before
+        search(head, good[:3, 0], Budget(keys=5), plan)
+        found = search(head, queries, Budget(keys=5), plan)
+        assert not np.isfinite(found.lse).any()
+        assert not np.isfinite(found.out).any() or (found.out == 0).all()
+
+
 def test_no_heads_are_the_empty_set() -> None:
     queries = np.ones((6, 2, 16), np.float32)
     (result,) = attend([AttendRequest((), queries, 0.125, EXACT, ())])

@@ -24,7 +24,7 @@ def test_scores_equal_the_plain_product(level: str, d: int) -> None:
     rng = np.random.default_rng(d)
     for group in (1, 2, 3, 7, 8, 9, 17):
         for count in (0, 1, 5, 8, 9, 31, 64):
-            keys = rng.integers(-127, 128, (200, d)).astype(np.int8)
+            keys = rng.integers(-128, 128, (200, d)).astype(np.int8)
             queries = rng.integers(-limit(d), limit(d) + 1, (group, d)).astype(np.int16)
             if count == 8:  # the largest sums there can be
                 keys[:100], keys[100:] = 127, -127

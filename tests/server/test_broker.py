@@ -102,7 +102,10 @@ def test_case_b44_a_command_that_came_too_late_never_leaves_its_reply_to_the_nex
     asyncio.run(run())
 
 
-def test_more_commands_than_connections_wait_for_a_place(redis_server, log):
+def test_more_commands_than_connections_wait_for_a_place(redis_server, log, monkeypatch):
+    monkeypatch.setattr(broker_module, "SOCKET_TIMEOUT_S", 5.0)  # a busy machine
+    monkeypatch.setattr(broker_module, "COMMAND_DEADLINE_S", 5.0)
+
     async def run():
         async with delayed(redis_server, 0.05) as (url, _):
             broker = Broker(url, log=log)
@@ -177,10 +180,13 @@ def test_the_broker_warns_whenever_leases_begin_to_be_evicted(redis_server, log,
             ("noeviction", 0), ("allkeys-lru", 1), ("volatile-lru", 1), ("allkeys-lfu", 2),
         ):  # fmt: skip
             await broker.command("CONFIG", "SET", "maxmemory-policy", policy)
-            await asyncio.sleep(0.2)
-            assert log.names() == ["redis_evicts_leases"] * warnings
+            async with asyncio.timeout(10):
+                while log.names().count("redis_evicts_leases") < warnings:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # some looks more
+            assert log.names().count("redis_evicts_leases") == warnings
         redis_server.stop()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert not watching.done()
         watching.cancel()
         await broker.close()
@@ -222,6 +228,22 @@ def test_a_restart_costs_no_command_that_comes_after_it(redis_server, log):
         runs.append(await broker.command("INFO", "server"))
         assert runs[0]["run_id"] != runs[1]["run_id"]
         assert log.names() == []
+        await broker.close()
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_does_not_tell_its_policy_is_asked_once(redis_server, log, monkeypatch):
+    monkeypatch.setattr(broker_module, "POLICY_S", 0.01)
+    monkeypatch.setattr(broker_module, "REFUSAL_TOLD_S", 0.0)  # every refusal would be told
+
+    async def run():
+        broker = Broker(redis_server.url, log=log)
+        await broker.command("ACL", "SETUSER", "default", "-config")
+        watching = asyncio.create_task(broker.watch_policy())
+        await asyncio.sleep(0.3)
+        assert log.names().count("redis_refuses") == 1 and not watching.done()
+        watching.cancel()
         await broker.close()
 
     asyncio.run(run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import grpc
 import pytest
@@ -101,14 +101,17 @@ def test_a_refused_document_leaves_nothing(make_server):
 def test_uploads_that_do_not_end_are_bounded_for_each_caller(make_server):
     server = make_server(ingests_per_caller_max=2)
 
+    ended = threading.Event()
+
     def endless():
         yield from upload(DOCUMENT)
-        time.sleep(2)
+        ended.wait(10)
 
     stuck = [server.stub.IngestContext.future(endless(), timeout=10) for _ in range(2)]
     until(lambda: under_way(server) == 4)
     assert refusal(lambda: ingest(server, DOCUMENT))[:2] == REFUSED
     assert other_stub(server).IngestContext(upload(DOCUMENT), timeout=10).context.name
+    ended.set()
     for call in stuck:
         call.result(10)
 

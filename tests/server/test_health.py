@@ -1,6 +1,7 @@
 """Health tells the truth about each part within seconds, and questions go on without the others."""
 
 import asyncio
+import gc
 import os
 import threading
 
@@ -171,3 +172,25 @@ def test_a_disk_that_fails_takes_no_writes(tmp_path, monkeypatch, call):
         assert not takes_writes(tmp_path)
     assert not list(tmp_path.iterdir())
     assert not takes_writes(tmp_path / "absent")
+
+
+def test_a_check_that_fails_too_late_is_no_one_s_unseen_error(monkeypatch):
+    monkeypatch.setattr(health, "CHECK_S", 0.02)
+    unseen = []
+
+    async def fail_late():
+        await asyncio.sleep(0.1)
+        raise OSError("too late")
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: unseen.append(found))
+        part = health._Part(fail_late)
+        assert not await part.is_sound()
+        await asyncio.sleep(0.2)
+        assert not await part.is_sound()  # begins another look, and lets go of the first
+        gc.collect()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(run())
+    gc.collect()
+    assert unseen == []

@@ -77,10 +77,11 @@ def test_a_question_over_the_token_limit_is_refused_before_it_is_queued(
     engine.close()
 
 
+@pytest.mark.parametrize("sequences_max", [1, 2])
 def test_asks_of_callers_take_turns_and_those_of_one_go_in_order(
-    tiny_model: Tiny, context: OpenedContext
+    tiny_model: Tiny, context: OpenedContext, sequences_max: int
 ) -> None:
-    engine = Engine(tiny_model("llama", 9, 3), threads=1, sequences_max=2)
+    engine = Engine(tiny_model("llama", 9, 3), threads=1, sequences_max=sequences_max)
     ended: list[str] = []
 
     def submit(caller: str, number: int) -> None:
@@ -92,10 +93,11 @@ def test_asks_of_callers_take_turns_and_those_of_one_go_in_order(
 
     for number in range(5):
         submit("many", number)
-    engine.step()  # two of the first caller run
+    engine.step()  # those of the first caller run
     for number in range(2):
         submit("few", number)
     run_all(engine)
     assert [name for name in ended if name.startswith("many")] == [f"many{n}" for n in range(5)]
-    assert ended.index("few0") == 2 and ended.index("few1") <= 5, ended
+    assert ended.index("few0") == sequences_max and ended.index("few1") <= 5, ended
+    assert not engine._turns.keys() - {"many", "few"}
     engine.close()

@@ -100,6 +100,7 @@ cdef void _weigh(Head *head, int64_t g, const uint32_t *read, int64_t read_count
     weights.peaks[g], weights.totals[g], weights.rests[g] = peak, 0, 0
     if peak == -INFINITY:
         memset(mine, 0, read_count * sizeof(float))
+        memset(theirs, 0, clusters * sizeof(float))
         return
     weights.totals[g] = ob_weights(logits, read_count, peak, mine)
     if clusters == 0:

@@ -48,7 +48,8 @@ cdef struct Found:
     int64_t room
     int64_t *packed  # (group, room)
     int64_t *sizes  # (group,)
-    int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded; of a scan: its bar
+    int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded
+    int32_t *bars  # (group,) of a scan: no key below it is among the best
     int64_t scored
 
 
@@ -72,7 +73,7 @@ cdef void _quantise(const float *queries, int64_t group, Head *head, int16_t *ou
 
 
 cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uint32_t *ids,
-                 int64_t first, int64_t count, uint32_t *places, Found *found) noexcept nogil:
+                 int64_t count, uint32_t *places, Found *found) noexcept nogil:
     # Most keys fall short of the worst candidate: find those that do not, then insert them.
     cdef int64_t g, i, n
     cdef int64_t *row
@@ -85,9 +86,8 @@ cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uin
         n = ob_reaching(LEVEL, scores + g * stride, count, bar, places)
         for i in range(n):
             place = places[i]
-            insert(pack(scores[g * stride + place],
-                          ids[place] if ids != NULL else <uint32_t>(first + place)),
-                    row, found.sizes + g, found.cursors + g, found.capacity)
+            insert(pack(scores[g * stride + place], ids[place]), row, found.sizes + g,
+                   found.cursors + g, found.capacity)
 
 
 cdef void _collect(const int32_t *scores, int64_t first, int64_t count, uint32_t *places,
@@ -95,14 +95,14 @@ cdef void _collect(const int32_t *scores, int64_t first, int64_t count, uint32_t
     # Gather what reaches the bar; whenever the room is full, keep the best and raise the bar.
     cdef int64_t i, j, n, size = found.sizes[g]
     cdef int64_t *row = found.packed + g * found.room
-    n = ob_reaching(LEVEL, scores, count, <int32_t>found.cursors[g], places)
+    n = ob_reaching(LEVEL, scores, count, found.bars[g], places)
     for i in range(n):
         if size == found.room:
             ob_keep_largest(row, size, found.capacity)
             size = found.capacity
-            found.cursors[g] = row[0] >> 32
+            found.bars[g] = <int32_t>(row[0] >> 32)
             for j in range(1, size):
-                found.cursors[g] = min(found.cursors[g], row[j] >> 32)
+                found.bars[g] = min(found.bars[g], <int32_t>(row[j] >> 32))
         row[size] = pack(scores[places[i]], <uint32_t>(first + places[i]))
         size += 1
     found.sizes[g] = size
@@ -112,7 +112,7 @@ cdef void _scan(const int16_t *queries, int64_t group, Head *head, int32_t *scor
                 uint32_t *places, Found *found) noexcept nogil:
     cdef int64_t first = 0, count, ahead, g, end = head.m * head.d
     for g in range(group):
-        found.cursors[g] = -2147483647  # the bar: lower than any score
+        found.bars[g] = -2147483647  # lower than any score
     while first < head.m:
         count = min(SCAN_BLOCK, head.m - first)
         for ahead in range((first + count) * head.d, min((first + 2 * count) * head.d, end), 64):
@@ -172,16 +172,23 @@ cdef void _raise(Found *found, int64_t group, int64_t k, float *thresholds) noex
             thresholds[g] = <float>(found.packed[g * found.room + k - 1] >> 32)
 
 
+cdef int64_t _next_open(Found *found, int64_t g, int64_t queue) noexcept nogil:
+    # Where the best candidate of a query head is that was not expanded; -1 without one.
+    cdef int64_t at = found.cursors[g], end = min(found.sizes[g], queue)
+    cdef int64_t *row = found.packed + g * found.room
+    while at < end and row[at] & 1:
+        at += 1
+    found.cursors[g] = at
+    return at if at < end else -1
+
+
 cdef void _fetch_next(Found *found, int64_t g, int64_t queue, Head *head) noexcept nogil:
     # Begin to fetch the neighbours of the key that query head `g` will expand next, if none better
     # comes until then.
-    cdef int64_t at = found.cursors[g], i
-    cdef int64_t *row = found.packed + g * found.room
+    cdef int64_t at = _next_open(found, g, queue), i
     cdef const uint32_t *near
-    while at < found.sizes[g] and at < queue and row[at] & 1:
-        at += 1
-    if at < found.sizes[g] and at < queue:
-        near = head.graph + <int64_t>key_of(row[at]) * head.degree
+    if at >= 0:
+        near = head.graph + <int64_t>key_of(found.packed[g * found.room + at]) * head.degree
         for i in range(0, head.degree, 16):
             ob_prefetch(near + i)
 
@@ -197,19 +204,16 @@ cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_
         thresholds[g] = -INFINITY
     kept = _visit(seeds, seed_count, visited, fresh, group, bounds, head, thresholds)
     ob_score_int8(LEVEL, queries, group, head.keys_int8, head.d, fresh, kept, scores, stride)
-    _offer(scores, stride, group, fresh, 0, kept, places, found)
+    _offer(scores, stride, group, fresh, kept, places, found)
     found.scored = kept
     while open_heads > 0:
         open_heads = 0
         for g in range(group):
-            row = found.packed + g * found.room
-            at = found.cursors[g]
-            while at < found.sizes[g] and at < queue and row[at] & 1:
-                at += 1
-            found.cursors[g] = at
-            if at >= found.sizes[g] or at >= queue:
+            at = _next_open(found, g, queue)
+            if at < 0:
                 continue
             open_heads += 1
+            row = found.packed + g * found.room
             row[at] |= 1
             _fetch_next(found, (g + 1) % group, queue, head)
             _raise(found, group, k, thresholds)
@@ -219,7 +223,7 @@ cdef void _walk(const int16_t *queries, int64_t group, Head *head, const uint32_
                 continue
             ob_score_int8(LEVEL, queries, group, head.keys_int8, head.d, fresh, kept, scores,
                           stride)
-            _offer(scores, stride, group, fresh, 0, kept, places, found)
+            _offer(scores, stride, group, fresh, kept, places, found)
             found.scored += kept
 
 
@@ -333,13 +337,14 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef int32_t[:, ::1] scores = np.empty((group, width), np.int32)
     cdef uint32_t[:, ::1] ids = np.empty((2, width), np.uint32)
     cdef uint32_t[::1] places = np.empty(width + 8, np.uint32)
+    cdef int32_t[::1] bars = np.empty(group, np.int32)
     cdef uint8_t[::1] visited = np.zeros(bytes_ + 8, np.uint8)
     cdef int64_t room = capacity if walk else 2 * capacity
     cdef int64_t[::1] packed = np.zeros(group * (room + 2) + width, np.int64)
     cdef Found found
     found.capacity, found.room, found.scored = capacity, room, 0
     found.packed, found.sizes = &packed[0], &packed[group * room]
-    found.cursors = found.sizes + group
+    found.cursors, found.bars = found.sizes + group, &bars[0]
     with nogil:
         if clusters > 0:
             ob_logits(LEVEL, &queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters,

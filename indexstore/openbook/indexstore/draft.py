@@ -95,9 +95,8 @@ def adopt(root: Path, label: str) -> Draft | None:
                 continue
             found = read_checkpoint(path)
             if found is not None and found.label == label and is_whole(path, found):
-                with suppress(
-                    OSError, IndexStoreError
-                ):  # else something there is in the way: removed with it
+                # Where its files cannot be opened, to read again is better than to fail.
+                with suppress(OSError, IndexStoreError):
                     return Draft(path, fd, found)
             if found is not None and found.label == label:
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,6 @@
-/* Scores of int8 keys: out[g * stride + i] = sum_j queries[g][j] * keys[ids[i]][j], in integers.
+/* What a search does in integers: scores of int8 keys, and the choice of the best of them.
+ *
+ * out[g * stride + i] = sum_j queries[g][j] * keys[ids[i]][j], in integers.
  *
  * One portable loop and what some processors do faster; integers do not round, so all give the same
  * scores to the bit. Which is used is decided once, when a module is loaded. A query has 16 bits a

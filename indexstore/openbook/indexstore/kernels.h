@@ -1,4 +1,4 @@
-/* The arithmetic of the middle, in portable C: widening, weights, a blocked exact scan.
+/* The arithmetic of the middle: widening, logits, weights, a blocked exact scan.
  *
  * Nothing here allocates, knows Python or checks its input: attend.py has checked it. Vectors are
  * GCC/Clang vector types, lowered to whatever the target has; on x86-64 with glibc the functions

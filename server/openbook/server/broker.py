@@ -128,22 +128,27 @@ class Broker:
             task.exception()  # seen: its caller may have been cancelled
 
     async def watch_policy(self) -> None:
-        """Log a warning whenever this Redis begins to evict live leases, until cancelled."""
-        told = ""
-        while True:
-            policy = await self._policy()
+        """Log a warning whenever this Redis begins to evict live leases, until cancelled.
+
+        One that does not let itself be asked, as those of cloud services, is not asked again.
+        """
+        told, is_told = "", True
+        while is_told:
+            try:
+                policy = await self._policy()
+            except BrokerAway as error:
+                is_told = not isinstance(error.__cause__, ResponseError)
+                policy = None
             if policy is not None and policy != told:
                 told = policy
                 if policy.startswith("allkeys-"):
                     self._log.warning("redis_evicts_leases", policy=policy)
             await asyncio.sleep(POLICY_S)
+        await asyncio.Event().wait()
 
     async def _policy(self) -> str | None:
-        """Return what this Redis does when its memory is full, or None when it does not say."""
-        try:
-            reply = await self.command("CONFIG GET", "maxmemory-policy")
-        except BrokerAway:
-            return None
+        """Return what this Redis does when its memory is full. Raises BrokerAway."""
+        reply = await self.command("CONFIG GET", "maxmemory-policy")
         policy = reply.get("maxmemory-policy") if isinstance(reply, dict) else None
         return policy if isinstance(policy, str) else None
 

@@ -76,7 +76,9 @@ class Receiving:
         return self._digest.digest()
 
     def sync(self) -> None:
-        """Make what was written durable: a document that is there already need not wait for it.
+        """Make what was written durable, after `finish`, and close the file.
+
+        A document that is there already need not wait for it.
 
         Raises StorageFull or StoreWriteFailed.
         """
@@ -119,7 +121,8 @@ class Documents:
                 os.rename(receiving.path, self._document(upload.context_id))
                 sync_directory(self._uploads)
         except BaseException:
-            with suppress(OSError):  # what cannot be removed is swept at the next start
+            # What cannot be removed is swept at the next start, or read then if it is whole.
+            with suppress(OSError):
                 self.remove(upload.context_id)
                 self.name(upload.context_id, "")
             raise

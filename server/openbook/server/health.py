@@ -91,9 +91,16 @@ class _Part:
         """
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(self._check())
+            self._looking.add_done_callback(_seen)
         looking = self._looking
         done, _ = await asyncio.wait({looking}, timeout=CHECK_S)
         return bool(done) and looking.exception() is None and looking.result()
+
+
+def _seen(looking: asyncio.Future[bool]) -> None:
+    """Take note of a failure that came too late for the look that began it."""
+    if not looking.cancelled():
+        looking.exception()
 
 
 class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

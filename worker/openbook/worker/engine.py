@@ -161,6 +161,7 @@ class Engine:
         self._wake = threading.Condition()
         self._waiting: deque[Ask] = deque()
         self._active: list[Ask] = []
+        self._turns: dict[str, int] = {}  # of callers that have asks: when one was last begun
         self._is_closed = False
         # The model's own count would include an ingest on another thread: count this thread's.
         self._thread: int | None = None
@@ -291,9 +292,19 @@ class Engine:
             self._leave(ask)
 
     def _next(self) -> Ask:
-        """Return the oldest waiting ask of a caller that has the fewest running."""
+        """Return the oldest waiting ask of the caller whose turn it is.
+
+        That is the one with the fewest running, and of those the one served longest ago.
+        """
         running = Counter(ask.spec.caller for ask in self._active)
-        return min(self._waiting, key=lambda ask: running[ask.spec.caller])
+        known = running.keys() | {ask.spec.caller for ask in self._waiting}
+        self._turns = {caller: turn for caller, turn in self._turns.items() if caller in known}
+        ask = min(
+            self._waiting,
+            key=lambda ask: (running[ask.spec.caller], self._turns.get(ask.spec.caller, 0)),
+        )
+        self._turns[ask.spec.caller] = 1 + max(self._turns.values(), default=0)
+        return ask
 
     def _run_block(self, ask: Ask) -> None:
         """Run the next block of a question; after the last, choose the first answer token."""

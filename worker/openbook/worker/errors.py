@@ -10,7 +10,7 @@ WorkerError
 ├── DocumentError
 │   ├── DocumentEmpty                    nothing but whitespace
 │   ├── DocumentTooLong(tokens, limit)   more tokens than the model has positions
-│   ├── MemoryShort(needed_bytes, left_bytes, limit)   reading it takes more memory than is left
+│   ├── MemoryShort(tokens, limit, …)    reading it takes more memory than is left
 │   └── NotText(offset)                  not UTF-8 at this byte
 ├── NonFiniteKeys(layer, head, position) the model computed a NaN or infinity
 ├── NonFiniteLogits(step)                the same, in the scores of the next token
