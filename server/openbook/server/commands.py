@@ -58,8 +58,7 @@ def serve(
         typer.Option(help="redis://, rediss:// or unix:// URL. [default: an embedded Valkey]"),
     ] = None,
     token_file: Annotated[
-        str | None,
-        typer.Option(help="File of the tokens that callers must show. [default: none]"),
+        str | None, typer.Option(help="File of tokens that callers must show. [default: none]")
     ] = None,
     tls_certificate: Annotated[
         str | None, typer.Option(help="PEM certificate, with --tls-key. [default: none]")
