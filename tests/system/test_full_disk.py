@@ -106,8 +106,12 @@ class Disk:
         return f"{pb.IngestStage.Name(progress.stage)} {progress.layers_done}"
 
     def delete(self, name: str) -> None:
-        """Delete a context."""
+        """Delete a context, and wait until its room is free: whoever has it mapped holds that."""
         self.served.stub.DeleteContext(pb.DeleteContextRequest(name=name), timeout=10)
+        end, free = time.monotonic() + 10, -1
+        while free != (free := self.free()[0]):
+            assert time.monotonic() < end
+            time.sleep(0.3)
 
     def level(self, **left: int) -> None:
         """Ingest with so much left, look at what stays, then again with the space back."""
