@@ -67,10 +67,13 @@ test: $(BUILT) $(DEMO_MODEL)
 test-slow: $(BUILT) $(DEMO_MODEL)
 	$(PYTEST) -m slow
 
-# Fidelity of the default budget against full attention; with VECTORS=FILE the index alone as well.
+# Fidelity of the default budget against full attention, what the receipt says of it, the kernels;
+# with VECTORS=FILE the index alone as well.
 bench: $(BUILT) $(DEMO_MODEL)
 	$(BIN)/python bench/fidelity.py --text $(BENCH_TEXT) --offset 0 --tokens $(BENCH_TOKENS) \
 		--predict $(BENCH_PREDICT)
+	$(BIN)/python bench/mass.py --text $(BENCH_TEXT)
+	$(BIN)/python bench/kernels.py
 ifdef VECTORS
 	$(BIN)/python bench/index.py --vectors $(VECTORS)
 endif

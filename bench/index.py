@@ -7,10 +7,11 @@ keys{i}, values{i} (n, d) float16, the middle; train_queries{i} (G, m, d) with t
 (G, m); test_queries{i} (G, t, d) with test_positions{i}; info, a JSON string with tokens and
 rope_theta. Queries and keys are after RoPE in the half-split layout.
 
-The index is built exactly as an ingest builds it. Times are medians over alternating rounds, the
-heads taken round robin so that keys come from memory, one thread. The last line is one JSON
-object. `scored` counts distinct keys touched per KV head, `centroids` those of the estimate, both
-as shares of all tokens; errors are relative L2 to exact attention over the middle.
+The index, its plan and its lift are made exactly as an ingest makes them, from training queries;
+the plan is tuned and the lift fitted on others of the training part. Times are medians over
+alternating rounds, the heads taken round robin so that keys come from memory, one thread. The last
+line is one JSON object. `scored` counts distinct keys touched per KV head, `centroids` those of the
+estimate, both as shares of all tokens; errors are relative L2 to exact attention over the middle.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from openbook.indexstore.attend import HeadResult, search
 from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
-from openbook.indexstore.plan import QUEUE_NODES
+from openbook.indexstore.lift import fit_lift
+from openbook.indexstore.plan import QUEUE_NODES, tune_plan
 from openbook.worker.capture import (
     DECODE_SPREAD,
     NEIGHBOURS,
@@ -40,6 +42,7 @@ from openbook.worker.capture import (
     rotated_queries,
     sample_positions,
 )
+from openbook.worker.indexing import PROBES, TUNING_QUERIES
 from openbook.worker.models import Rotation
 
 KEYS = 100
@@ -54,6 +57,7 @@ class Pair:
 
     name: str
     head: HeadIndex
+    plan: HeadPlan  # of a walk; its kind is what an ingest would choose
     tests: Floats  # (t, G, d)
     bars: Floats  # (t, G) the score of the KEYS-th best key
     exact_out: Floats  # (t, G, dv) attention over the whole middle
@@ -85,6 +89,9 @@ def main() -> None:
     ]
     for row in rows:
         print(line(row))
+    print(
+        "an ingest would walk", sum(pair.plan.kind == "graph" for pair in pairs), "of", len(pairs)
+    )
     names = ("recall", "scored", "centroids", "us", "build_s", "error", "error_plain")
     mean = {
         kind: {n: statistics.fmean(r[n] for r in rows if r["kind"] == kind) for n in names}
@@ -102,10 +109,11 @@ def read_pair(vectors: Any, info: dict[str, Any], number: int, queries: int) -> 
     keys, values = vectors[f"keys{number}"], vectors[f"values{number}"]
     tests = np.moveaxis(vectors[f"test_queries{number}"], 0, 1)[:queries].astype(np.float32)
     begin = time.perf_counter()
-    training = training_queries(vectors, info, number)
+    training, spare = training_queries(vectors, info, number)
     wide = torch.from_numpy(to_float32(keys))
     neighbours = exact_top_k(training, wide, min(NEIGHBOURS, len(keys)))
     head = build_head(keys, values, training.numpy(), neighbours, params=IndexParams())
+    plan = plan_of(head, spare, wide, info["head_dim"] ** -0.5)
     build_s = time.perf_counter() - begin
     scores = tests @ to_float32(keys).T  # (t, G, n)
     bars = np.partition(scores, -KEYS, axis=2)[..., -KEYS] - 1e-6
@@ -114,14 +122,30 @@ def read_pair(vectors: Any, info: dict[str, Any], number: int, queries: int) -> 
     exact_out = weights @ to_float32(values) / weights.sum(axis=2, keepdims=True)
     at = info["pairs"][number]
     name = f"L{at['layer']} h{at['kv_head']}"
-    return Pair(name, head, np.ascontiguousarray(tests), bars, exact_out, build_s)
+    return Pair(name, head, plan, np.ascontiguousarray(tests), bars, exact_out, build_s)
 
 
-def training_queries(vectors: Any, info: dict[str, Any], number: int) -> torch.Tensor:
-    """Sample and rotate the training queries of all query heads as an ingest does: (s, d)."""
+def plan_of(head: HeadIndex, spare: torch.Tensor, keys: torch.Tensor, scaling: float) -> HeadPlan:
+    """Tune a walk and fit its lift on queries (G, p, d) that trained nothing, as an ingest does."""
+    queries = spare.numpy()
+    wanted = exact_top_k(spare.flatten(0, 1), keys, KEYS).reshape(*queries.shape[:2], KEYS)
+    (plan,) = tune_plan((HeadPlan("graph", QUEUE_NODES),), (head,), queries, wanted)
+    probes = spare[:, :: TUNING_QUERIES // PROBES]
+    lse = torch.logsumexp(scaling * (probes @ keys.T), dim=2).numpy()
+    lift = fit_lift(head, probes.numpy(), lse, plan=plan, scaling=scaling)
+    return HeadPlan(plan.kind, plan.queue, lift)
+
+
+def training_queries(
+    vectors: Any, info: dict[str, Any], number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample and rotate the training queries of all query heads as an ingest does: (s, d).
+
+    Also TUNING_QUERIES of each query head that are not among them: (G, p, d).
+    """
     d, tokens = info["head_dim"], info["tokens"]
     inv_freq = torch.from_numpy(info["rope_theta"] ** -(np.arange(0, d, 2) / d)).float()
-    taken = []
+    taken, spare = [], []
     for rows, at in zip(
         vectors[f"train_queries{number}"], vectors[f"train_positions{number}"], strict=True
     ):
@@ -129,19 +153,21 @@ def training_queries(vectors: Any, info: dict[str, Any], number: int) -> torch.T
         order = np.argsort(at, kind="stable")
         wanted = np.searchsorted(at[order], sample_positions(tokens)).clip(max=len(at) - 1)
         chosen = order[np.unique(wanted)]
+        others = np.setdiff1d(np.arange(len(at)), chosen)
+        others = others[np.linspace(0, len(others) - 1, TUNING_QUERIES).astype(int)]
+        others = others[np.argsort(at[others], kind="stable")]
         sparse = torch.zeros(1, tokens, d)
-        sparse[0, at[chosen].astype(np.int64)] = torch.from_numpy(rows[chosen].astype(np.float32))
-        taken.append(
-            rotated_queries(
-                sparse, at[chosen].astype(np.int64), Rotation(inv_freq, d), spread=DECODE_SPREAD
-            )[0]
-        )
-    return torch.cat(taken)
+        sparse[0, at.astype(np.int64)] = torch.from_numpy(rows.astype(np.float32))
+        for part, into in ((chosen, taken), (others, spare)):
+            positions = at[part].astype(np.int64)
+            turn = Rotation(inv_freq, d)
+            into.append(rotated_queries(sparse, positions, turn, spread=DECODE_SPREAD)[0])
+    return torch.cat(taken), torch.stack(spare)
 
 
 def ask(pair: Pair, query: int, kind: str, *, estimate: bool = True) -> HeadResult:
     """Search and attend for all query heads of one test position."""
-    plan = HeadPlan("graph" if kind == "graph" else "scan", QUEUE_NODES)
+    plan = HeadPlan("graph" if kind == "graph" else "scan", pair.plan.queue, pair.plan.lift)
     return search(pair.head, pair.tests[query], Budget(keys=KEYS, estimate=estimate), plan)
 
 

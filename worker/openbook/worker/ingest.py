@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -19,41 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from openbook.indexstore.attend import attend
-from openbook.indexstore.build import IndexParams, build_head
-from openbook.indexstore.dtypes import fits, to_float32, to_stored
-from openbook.indexstore.head import (
-    EXACT,
-    AttendRequest,
-    HeadIndex,
-    HeadPlan,
-    KvDtype,
-    PlanKind,
-    Stored,
-)
+from openbook.indexstore.build import IndexParams
+from openbook.indexstore.dtypes import fits, to_stored
+from openbook.indexstore.head import KvDtype, PlanKind, Stored
 from openbook.indexstore.lift import lift_plan
-from openbook.indexstore.plan import force_plan, plan_head
-from openbook.indexstore.store import Draft, LayerRecords, Manifest, ManifestFields, StageSeconds
+from openbook.indexstore.store import Draft, Manifest, ManifestFields, StageSeconds
 from openbook.worker import memory
-from openbook.worker.capture import (
-    DECODE_SPREAD,
-    NEIGHBOURS,
-    exact_top_k,
-    probe_positions,
-    rotated_queries,
-    sample_positions,
-    second_moment,
-)
 from openbook.worker.errors import IngestCancelled, NonFiniteKeys
 from openbook.worker.halfway import base_from, can_be_entered
-from openbook.worker.models import Model, Rotation, rotation
+from openbook.worker.indexing import layer_plan, layer_records
+from openbook.worker.models import Model, rotation
 from openbook.worker.prefill import CapturedLayer, Prefill
 from openbook.worker.resume import Checkpoints, Reading, reading_digest
 from openbook.worker.tokens import DocumentTokens, document_tokens
-from openbook.worker.window import middle_range, window_positions
-
-PROBES = 4  # queries per head whose exact answers are stored, for the lift and a later check
-STORED_QUERIES_MAX = 1024  # training queries kept per KV head: an index can be rebuilt from them
 
 Stage = Literal["tokenizing", "reading", "sealing"]
 
@@ -215,11 +192,12 @@ class _LayerWriter:
         spent.prefill += started - self._since
         keys = self._stored(captured.layer, captured.k)  # (KV heads, n, d)
         values = self._stored(captured.layer, captured.v)  # (KV heads, n, dv)
-        records = _layer_records(
-            captured, keys, values, settings=self._settings, turn=self._rotation
+        settings, turn, threads = self._settings, self._rotation, self._settings.threads
+        records = layer_records(
+            captured, keys, values, params=settings.params, turn=turn, threads=threads
         )
         del keys, values
-        plan, threads = _plan(records.heads, self._settings.plan), self._settings.threads
+        plan = layer_plan(captured, records.heads, forced=settings.plan, turn=turn, threads=threads)
         self.reading.plan.append(
             lift_plan(plan, records, scaling=captured.scaling, threads=threads)
         )
@@ -266,98 +244,6 @@ def _made_from(model: Model, tokens: DocumentTokens, settings: IngestSettings) -
         "plan": settings.plan,
     }
     return reading_digest(model, tokens, chosen)
-
-
-def _plan(heads: tuple[HeadIndex, ...], forced: PlanKind | None) -> tuple[HeadPlan, ...]:
-    plan = tuple(plan_head(head.middle_tokens) for head in heads)
-    return plan if forced is None else force_plan(plan, forced)
-
-
-def _layer_records(
-    captured: CapturedLayer,
-    keys: Stored,
-    values: Stored,
-    *,
-    settings: IngestSettings,
-    turn: Rotation | None,
-) -> LayerRecords:
-    """Build everything the store keeps of a layer from its stored keys and values."""
-    query_heads, token_count, head_dim = captured.q.shape
-    kv_heads, _, value_dim = values.shape
-    window, middle = window_positions(token_count), middle_range(token_count)
-    records = {
-        "window_keys": np.ascontiguousarray(keys[:, window]),
-        "window_values": np.ascontiguousarray(values[:, window]),
-    }
-    if not middle:
-        return LayerRecords(
-            heads=(),
-            train_queries=np.zeros((kv_heads, 0, head_dim), np.float16),
-            train_positions=np.zeros((kv_heads, 0), np.int32),
-            probe_queries=np.zeros((query_heads, 0, head_dim), np.float32),
-            probe_out=np.zeros((query_heads, 0, value_dim), np.float32),
-            probe_lse=np.zeros((query_heads, 0), np.float32),
-            **records,
-        )
-    positions = sample_positions(token_count)  # (s,)
-    # (query heads, s, d)
-    queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
-    span = slice(middle.start, middle.stop)
-    grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
-    heads = _heads(keys[:, span], values[:, span], grouped, settings=settings)
-    probes = probe_positions(token_count, PROBES)
-    probe_queries = rotated_queries(captured.q, probes, turn, spread=DECODE_SPREAD).cpu().numpy()
-    plan = tuple(plan_head(len(middle)) for _ in heads)
-    request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
-    (answer,) = attend([request], threads=settings.threads)
-    train_queries, train_positions = _kept_queries(grouped, positions)
-    return LayerRecords(
-        heads=heads,
-        train_queries=train_queries,
-        train_positions=train_positions,
-        probe_queries=probe_queries,
-        probe_out=answer.out,
-        probe_lse=answer.lse,
-        **records,
-    )
-
-
-def _heads(
-    keys: Stored, values: Stored, grouped: Tensor, *, settings: IngestSettings
-) -> tuple[HeadIndex, ...]:
-    """Index every KV head's middle (KV heads, m, d) with the queries of all its query heads."""
-    count = min(NEIGHBOURS, keys.shape[1])
-    # One after the other: torch has all cores in each, and one tile is in memory, not one a head.
-    neighbours = [
-        exact_top_k(queries, torch.from_numpy(to_float32(rows)).to(queries.device), count)
-        for rows, queries in zip(keys, grouped, strict=True)
-    ]
-
-    def build(head: int) -> HeadIndex:
-        return build_head(
-            np.ascontiguousarray(keys[head]),
-            np.ascontiguousarray(values[head]),
-            grouped[head].cpu().numpy(),
-            neighbours[head],
-            params=settings.params,
-            query_moment=second_moment(grouped[head]),
-        )
-
-    with ThreadPoolExecutor(settings.threads) as pool:  # the kernels release the GIL
-        return tuple(pool.map(build, range(len(neighbours))))
-
-
-def _kept_queries(
-    grouped: Tensor, positions: NDArray[np.int64]
-) -> tuple[Stored, NDArray[np.int32]]:
-    """Choose evenly what the store keeps of the training queries (KV heads, group·s, d)."""
-    kv_heads, count, _ = grouped.shape
-    kept_count = min(count, STORED_QUERIES_MAX)
-    chosen = np.arange(kept_count) * count // max(1, kept_count)
-    kept = grouped[:, torch.from_numpy(chosen).to(grouped.device)].cpu().numpy()
-    where = positions[chosen % len(positions)].astype(np.int32)
-    stored = to_stored(kept, "float16" if fits(kept, "float16") else "float32")
-    return stored, np.ascontiguousarray(np.broadcast_to(where, (kv_heads, len(where))))
 
 
 def _manifest_fields(
