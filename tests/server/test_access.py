@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+from pathlib import Path
 
 import grpc
 import pytest
@@ -125,14 +126,50 @@ def test_a_token_file_with_one_wrong_line_is_refused_whole(tmp_path, content):
     assert TOKEN.decode() not in str(refused.value) and "short" not in str(refused.value)
 
 
-def test_a_server_with_a_certificate_answers_over_tls(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+def certificate_and_key(folder: Path) -> tuple[Path, Path]:
+    """Make a folder with a certificate for 127.0.0.1 and its key, and return both."""
+    folder.mkdir()
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
          "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
          "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
+    key.chmod(0o600)
+    return certificate, key
+
+
+def test_a_certificate_and_a_key_that_do_not_go_together_are_refused_at_once(tmp_path):
+    certificate, key = certificate_and_key(tmp_path / "own")
+    _, other_key = certificate_and_key(tmp_path / "other")
+    cut, cut_key, chain, locked = (tmp_path / name for name in ("cut", "cut_key", "chain", "lock"))
+    cut.write_bytes(certificate.read_bytes()[:400])
+    chain.write_bytes(certificate.read_bytes() + cut.read_bytes())
+    cut_key.write_bytes(key.read_bytes()[:100])
+    encrypt = ["openssl", "ec", "-aes128", "-passout", "pass:word"]
+    subprocess.run(
+        [*encrypt, "-in", str(key), "-out", str(locked)],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    for secret in (cut_key, locked):
+        secret.chmod(0o600)
+    pairs = [(certificate, other_key), (certificate, cut_key), (certificate, locked)]
+    for pair in [*pairs, (cut, key), (chain, key)]:
+        with pytest.raises(AccessRefused, match="cannot serve as a pair: ") as said:
+            load_certificate(*pair)
+        assert "\n" not in str(said.value)
+    with pytest.raises(AccessRefused, match="key values mismatch"):
+        load_certificate(certificate, other_key)
+    link = tmp_path / "link"  # as a mounted secret is
+    link.symlink_to(key)
+    assert load_certificate(certificate, link) == (key.read_bytes(), certificate.read_bytes())
+
+
+def test_a_server_with_a_certificate_answers_over_tls(tmp_path):
+    certificate, key = certificate_and_key(tmp_path / "tls")
     key.chmod(0o640)
     loaded = load_certificate(certificate, key)
     key.chmod(0o644)

@@ -7,6 +7,7 @@ a start that must be refused is refused at once.
 from __future__ import annotations
 
 import re
+import ssl
 import stat
 from pathlib import Path
 
@@ -41,11 +42,25 @@ def load_tokens(path: Path) -> tuple[bytes, ...]:
 
 
 def load_certificate(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """Return the private key and the chain of two PEM files. Raises AccessRefused."""
+    """Return the private key and the chain of two PEM files.
+
+    Raises AccessRefused where they are damaged or do not belong together, too: gRPC would say so
+    only when it binds the address, after the model is loaded.
+    """
     private = _secret_file(key, "key")
     chain = _file(certificate, "certificate")
     if b"PRIVATE KEY-----" not in private or b"-----BEGIN CERTIFICATE-----" not in chain:
         raise AccessRefused(f"{certificate} and {key} must be a PEM certificate and its key")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate.resolve(),
+            key.resolve(),
+            password="",  # an encrypted key is refused: nobody is asked on the terminal
+        )
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        known = getattr(error, "reason", None)
+        why = known.lower().replace("_", " ") if known else "one is damaged, or the key encrypted"
+        raise AccessRefused(f"{certificate} and {key} cannot serve as a pair: {why}") from error
     return private, chain
 
 
