@@ -1,15 +1,18 @@
 """Contexts go when their time is over or room is needed, and never while they are read."""
 
+import asyncio
 import time
 from datetime import timedelta
 
 import grpc
+import pytest
 
 from openbook.indexstore.errors import StoreWriteFailed
+from openbook.server.catalog import Entry, State
 from openbook.server.collector import Collector
 from openbook.v1 import contexts_pb2 as pb
 
-from .running import DOCUMENT, active, ask, ingest, refusal, settle, text_of, until
+from .running import DOCUMENT, KeptLog, active, ask, ingest, refusal, settle, text_of, until
 
 
 def names(server):
@@ -150,3 +153,46 @@ def test_a_full_store_takes_no_document_and_answers_on(make_server):
     update(server, context.name, microseconds=1)
     look(server)
     assert active(server, document(1)).state == pb.CONTEXT_STATE_ACTIVE
+
+
+@pytest.mark.parametrize("why", ["expired", "evicted"])
+def test_a_context_that_is_kept_after_all_is_not_removed(why):
+    class Catalogue:
+        def __init__(self):
+            self.found = {each: entry(each) for each in "abc"}
+
+        def entries(self):
+            return list(self.found.values())
+
+        def find(self, context_id):
+            return self.found.get(context_id)
+
+    class Lived:
+        ttl = dict.fromkeys("abc", 1.0)
+
+        def expired(self, ids):
+            return [each for each in ids if self.ttl[each]] if why == "expired" else []
+
+        def ttl_s(self, context_id):
+            return self.ttl[context_id]
+
+        def by_use(self, ids):
+            return sorted(ids)
+
+    def entry(context_id):
+        return Entry(context_id, "m", "completion", State.ACTIVE, 0.0, bytes=10)
+
+    catalog, lives, removed = Catalogue(), Lived(), []
+
+    async def delete(context_id):
+        await asyncio.sleep(0)
+        removed.append(context_id)
+        del catalog.found[context_id]
+        lives.ttl["b"] = None  # its user says to keep it, while the first one goes
+
+    async def sweep():
+        pass
+
+    collector = Collector(catalog, lives, delete=delete, sweep=sweep, bytes_max=0, log=KeptLog())
+    asyncio.run(collector.look())
+    assert removed == ["a", "c"]

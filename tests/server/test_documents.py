@@ -65,7 +65,8 @@ def test_an_upload_stops_at_the_limit_and_is_discarded(data):
 @pytest.mark.parametrize(
     ("number", "expected"),
     [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull), (errno.EIO, StoreWriteFailed),
-     (errno.EROFS, StoreWriteFailed), (errno.EMFILE, OSError)],
+     (errno.EROFS, StoreWriteFailed), (errno.EMFILE, StoreWriteFailed),
+     (errno.EACCES, OSError)],
 )  # fmt: skip
 def test_what_the_disk_does_is_named_and_discarding_still_works(
     data, monkeypatch, number, expected

@@ -1,5 +1,6 @@
 """Documents come in once, and contexts go whole."""
 
+import errno
 import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from openbook.indexstore.errors import StoreWriteFailed
+from openbook.server import ingest_worker
 from openbook.server.documents import Documents
 from openbook.server.errors import StorageFull
 from openbook.v1 import contexts_pb2 as pb
@@ -265,3 +268,13 @@ class Unending:
     def __exit__(self, *_):
         self.call.cancel()
         self.over.set()
+
+
+def test_a_document_is_not_given_up_for_files_that_others_hold_open(server, monkeypatch):
+    monkeypatch.setattr(ingest_worker, "RETRY_S", 0.01)
+    server.reading.error = StoreWriteFailed("layer-000.mdb", "Too many open files")
+    server.reading.error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    name = ingest(server).name
+    until(lambda: server.log.names().count("ingest_put_off") > 5)  # far more than ATTEMPTS_MAX
+    server.reading.error = None
+    assert settle(server, name).state == pb.CONTEXT_STATE_ACTIVE

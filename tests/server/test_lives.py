@@ -6,6 +6,8 @@ import pytest
 
 from openbook.server.lives import SAVE_EVERY_S, Lives, check_ttl
 
+A = "a" * 32
+
 ONE, TWO, THREE = (f"{number:032x}" for number in (1, 2, 3))
 HOUR = 3600.0
 
@@ -125,3 +127,16 @@ def test_a_damaged_life_counts_as_none(tmp_path, clocks, content):
 def test_a_time_to_live_out_of_range_is_refused(ttl_s):
     with pytest.raises(ValueError):
         check_ttl(ttl_s)
+
+
+def test_a_folder_in_a_life_s_place_is_nothing_that_stays(tmp_path, clocks):
+    lives = lives_of(tmp_path, clocks)
+    for name in (f"{A}.json", "stranger"):
+        (tmp_path / "lives" / name / "within").mkdir(parents=True)
+    set_and_save(lives, A, 60.0)
+    assert lives_of(tmp_path, clocks).load({A}) == 1  # the stranger
+    assert [path.name for path in (tmp_path / "lives").iterdir()] == [f"{A}.json"]
+    (tmp_path / "lives" / f"{A}.json").unlink()
+    (tmp_path / "lives" / f"{A}.json").mkdir()
+    lives.remove(A)
+    assert not list((tmp_path / "lives").iterdir())

@@ -5,12 +5,14 @@ import json
 import logging
 import sys
 import threading
+import time
 
 import grpc
 import pytest
 import redis
 
-from openbook.server.logs import LibraryHandler, fault_fields, open_log
+from openbook.server import logs
+from openbook.server.logs import LibraryHandler, Lines, fault_fields, open_log
 
 from .running import active, ask, ingest, refusal, settle
 
@@ -128,3 +130,51 @@ def test_a_library_that_writes_by_itself_is_made_to_speak_through_the_log(log, m
     logger.warning("a report of\nmany lines about %s", CANARY)
     assert stream.getvalue() == ""
     assert [fields["logger"] for _, _, fields in log.events] == ["loud.library"]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError, ValueError])
+def test_a_log_that_cannot_be_written_stops_nobody(error):
+    class Gone(io.StringIO):
+        is_back = False
+
+        def write(self, text):
+            if not self.is_back:
+                raise error
+            return super().write(text)
+
+    stream = Gone()
+    lines = Lines(stream)
+    log = open_log(lines)
+    log.info("lost")
+    lines.drain()
+    stream.is_back = True
+    log.info("kept")
+    lines.drain()
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["kept"]
+
+
+def test_a_log_whose_reader_stalls_holds_up_nobody_and_counts_what_is_lost(monkeypatch):
+    monkeypatch.setattr(logs, "LINES_WAITING_MAX", 5)
+    free = threading.Event()
+
+    class Stalled(io.StringIO):
+        def write(self, text):
+            assert free.wait(10)
+            return super().write(text)
+
+    stream = Stalled()
+    lines = Lines(stream)
+    log = open_log(lines)
+    started = time.monotonic()
+    for number in range(20):
+        log.info("line", number=number)
+    lines.drain(0.05)
+    assert time.monotonic() - started < 2
+    free.set()
+    lines.drain()
+    log.info("after")
+    lines.drain()
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    written = sum(event["event"] == "line" for event in events)
+    (lost,) = (event["count"] for event in events if event["event"] == "log_lines_lost")
+    assert written + lost == 20 and events[-1]["event"] == "after"

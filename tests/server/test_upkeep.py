@@ -2,9 +2,11 @@
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from openbook.indexstore.errors import StoreFull
-from openbook.server import upkeep
+from openbook.indexstore.errors import ContextMissing, StoreFull
+from openbook.server import service, upkeep
+from openbook.server.errors import ContextUnknown
 from openbook.v1 import contexts_pb2 as pb
 
 from .running import Held, active, ask, refusal, text_of, until
@@ -101,3 +103,38 @@ def test_a_full_disk_leaves_the_old_one(server, monkeypatch, step):
     assert drafts(server) == []
     assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
     assert reindex(server, context.name).context.state == pb.CONTEXT_STATE_ACTIVE
+
+
+def test_verifications_and_counts_have_their_own_bounds_and_hold_up_nobody(server, monkeypatch):
+    context = active(server)
+    monkeypatch.setattr(service, "count_tokens", lambda *_: 5)
+    counting = Held(monkeypatch, service, "count_tokens")
+    verifying = Held(monkeypatch, upkeep, "verify_context")
+    count = pb.CountTokensRequest(document=b"a text")
+    verify = pb.VerifyContextRequest(name=context.name)
+    calls = [server.stub.CountTokens.future(count) for _ in range(service.COUNTS_WAITING_MAX)]
+    calls += [server.stub.VerifyContext.future(verify) for _ in range(upkeep.WAITING_MAX)]
+    assert counting.arrived.wait(10) and verifying.arrived.wait(10)
+    until(lambda: server.app.service.running == len(calls))
+    full = (grpc.StatusCode.RESOURCE_EXHAUSTED, "CALLS_FULL")
+    assert refusal(lambda: server.stub.CountTokens(count))[:2] == full
+    assert refusal(lambda: server.stub.VerifyContext(verify))[:2] == full
+    assert text_of(ask(server, context.name, max_tokens=1)) == "who-0 "
+    server.call(server.app.health.tell)
+    health = health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    counting.gate.set()
+    verifying.gate.set()
+    for call in calls:
+        call.result(10)
+    assert server.stub.CountTokens(count) and server.stub.VerifyContext(verify)
+
+
+def test_what_was_met_in_a_context_that_is_gone_is_not_held_against_the_next_one(server):
+    old = server.app.catalog.get(active(server).name.partition("/")[2])
+    server.stub.DeleteContext(pb.DeleteContextRequest(name=f"contexts/{old.context_id}"))
+    again = active(server)
+    assert again.name.endswith(old.context_id)
+    with pytest.raises(ContextUnknown):
+        server.call(lambda: server.app.service._upkeep.damaged(old, ContextMissing("gone")))
+    assert text_of(ask(server, again.name, max_tokens=1)) == "who-0 "

@@ -183,6 +183,7 @@ REASONS: Mapping[str, type[OpenbookError]] = {
     # the server's limits and health
     "INGEST_QUEUE_FULL": Exhausted,
     "ASKS_FULL": Exhausted,
+    "CALLS_FULL": Exhausted,
     "CALLER_LIMIT_REACHED": Exhausted,
     "OPENED_FULL": Exhausted,
     "READER_STALLED": Exhausted,

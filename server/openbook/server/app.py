@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import grpc
 
 from openbook import worker
-from openbook.server.logs import Log, capture_libraries, fault_fields, open_log
+from openbook.server.logs import Lines, Log, capture_libraries, fault_fields, open_log
 from openbook.server.parts import Parts
 from openbook.server.requests import Parsing
 from openbook.server.settings import Settings
@@ -56,10 +56,12 @@ OPTIONS = (
 def run(settings: Settings, held: Prepared) -> int:
     """Serve a held data directory until told to stop; return the exit code. Raises StartRefused."""
     _raise_descriptor_limit()
-    log = open_log(sys.stderr)
+    lines = Lines(sys.stderr)
+    log = open_log(lines)
     capture_libraries(log)
     code = asyncio.run(_serve(settings, held, log))
     log.info("stopped")
+    lines.drain()
     return code
 
 
@@ -132,6 +134,8 @@ class App(Parts):
         await self._drain(hurry)
         await server.stop(STOP_GRACE_S)
         await stopping
+        self.service.close()
+        self.health_threads.shutdown(wait=False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

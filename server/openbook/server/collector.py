@@ -62,13 +62,15 @@ class Collector:
             else:
                 settled.append(entry.context_id)
         for context_id in self._lives.expired(settled):
-            await self._remove(context_id, "expired")
+            if self._lives.expired([context_id]):  # not used or kept since
+                await self._remove(context_id, "expired")
         mortal = [each for each in settled if self._lives.ttl_s(each) is not None]
         for context_id in self._lives.by_use(mortal):
             if self._bytes_max is None or stored_bytes(self._catalog) <= self._bytes_max:
                 return
             found = self._catalog.find(context_id)
-            if found is not None and found.bytes:
+            is_mortal = self._lives.ttl_s(context_id) is not None  # still
+            if found is not None and found.bytes and is_mortal:
                 await self._remove(context_id, "evicted")
 
     async def _remove(self, context_id: str, why: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 import uuid
 from pathlib import Path
@@ -165,6 +166,14 @@ def takes_writes(directory: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove what is at a path, a folder too; a link and not what it names. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +23,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openbook.indexstore.errors import StoreWriteFailed
-from openbook.server.directory import read_regular, sync_directory, write_whole
+from openbook.server.directory import read_regular, remove, sync_directory, write_whole
 from openbook.server.errors import DocumentOversized, StorageFull, UploadCorrupt
 from openbook.server.identity import is_context_id
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-BROKEN = (errno.EIO, errno.EROFS, errno.ENOENT, errno.ESTALE)
+BROKEN = (errno.EIO, errno.EROFS, errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 RECORD_BYTES_MAX = 16 << 10
 NAME_BYTES_MAX = 1024
 SECONDS_MAX = 2**53  # as in a manifest
@@ -182,7 +181,7 @@ class Documents:
             if path.suffix not in (".doc", ".json") or path.stem not in known
         ]
         for path in strangers:
-            _remove(path)
+            remove(path)
         return len(strangers)
 
     def name(self, context_id: str, display_name: str) -> None:
@@ -204,7 +203,7 @@ class Documents:
             if path.name not in known or path.is_symlink() or not path.is_file()
         ]
         for path in strangers:
-            _remove(path)
+            remove(path)
         return len(strangers)
 
     def display_name(self, context_id: str) -> str:
@@ -239,14 +238,6 @@ class Documents:
 
     def _write_record(self, upload: Upload) -> None:
         write_whole(self._record(upload.context_id), upload.model_dump_json().encode())
-
-
-def _remove(path: Path) -> None:
-    """Remove what is at a path, a folder too; a link and not what it names."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

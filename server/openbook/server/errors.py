@@ -11,7 +11,8 @@
     ├── Unauthenticated
     ├── ModelUnknown, ContextUnknown
     ├── ContextNotReady, ContextFailed, ContextInUse
-    ├── IngestQueueFull, AsksFull, CallerLimitReached, OpenedFull, ReaderStalled
+    ├── IngestQueueFull, AsksFull, CallsFull, CallerLimitReached, OpenedFull
+    ├── ReaderStalled
     ├── StoreQuotaReached, StorageFull
     ├── UploadCorrupt                 a stored document is not what was uploaded
     ├── IngestCancelled, IngestCrashed
@@ -162,6 +163,14 @@ class AsksFull(ServerError):
         self.limit = limit
 
 
+class CallsFull(ServerError):
+    """Too many calls of one kind run or wait."""
+
+    def __init__(self, limit: int, what: str) -> None:
+        super().__init__(f"{limit} {what} already wait; try again later")
+        self.limit = limit
+
+
 class CallerLimitReached(ServerError):
     """One caller has as many calls or documents under way as one may have."""
 
@@ -285,6 +294,7 @@ TABLE: Mapping[type[Exception], Row] = {
     ContextInUse: Row(Code.FAILED_PRECONDITION, "CONTEXT_IN_USE"),
     IngestQueueFull: Row(Code.RESOURCE_EXHAUSTED, "INGEST_QUEUE_FULL", ("limit",)),
     AsksFull: Row(Code.RESOURCE_EXHAUSTED, "ASKS_FULL", ("limit",)),
+    CallsFull: Row(Code.RESOURCE_EXHAUSTED, "CALLS_FULL", ("limit",)),
     CallerLimitReached: Row(Code.RESOURCE_EXHAUSTED, "CALLER_LIMIT_REACHED", ("limit",)),
     OpenedFull: Row(Code.RESOURCE_EXHAUSTED, "OPENED_FULL", ("limit",)),
     StoreQuotaReached: Row(Code.RESOURCE_EXHAUSTED, "STORE_QUOTA_REACHED", ("limit",)),

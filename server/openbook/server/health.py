@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -142,14 +143,19 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await changed.wait()
 
 
-def part_checks(data: Path, redis_answers: Check) -> dict[str, Check]:
-    """Return the checks of a server's parts by their health names."""
+def part_checks(data: Path, redis_answers: Check, threads: ThreadPoolExecutor) -> dict[str, Check]:
+    """Return the checks of a server's parts by their health names.
+
+    The threads are of no other use: that those of the calls are all busy is no illness.
+    """
 
     async def contexts_can_be_read() -> bool:
-        return await asyncio.to_thread(_can_be_read, data)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, _can_be_read, data)
 
     async def store_takes_writes() -> bool:
-        return await asyncio.to_thread(_takes_documents, data)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, _takes_documents, data)
 
     return {
         CONTEXTS: contexts_can_be_read,

@@ -11,6 +11,7 @@ leaves its draft, and the next one goes on from the draft's last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -239,6 +240,11 @@ class IngestWorker:
                 if self._is_stopping and self._is_wanted(context_id):  # a stop is no attempt
                     await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts)
                 return
+            if _passes(error):  # no fault of the document's: it waits
+                self._log.warning("ingest_put_off", context=context_id, **fault_fields(error))
+                await asyncio.to_thread(self._documents.count_attempts, upload, upload.attempts)
+                await asyncio.sleep(RETRY_S)
+                return
             wire = describe(error)
             fields = fault_fields(error) if is_fault(error) else {}
             self._log.warning("ingest_failed", context=context_id, reason=wire.reason, **fields)
@@ -257,6 +263,16 @@ class IngestWorker:
                 await self._queue.tell(claim.context_id, stage, entry.layers_done, entry.layers)
             await self._queue.beat(claim)
             await asyncio.sleep(BEAT_S)
+
+
+def _passes(error: BaseException) -> bool:
+    """Tell whether it was open files that were short, which others may close any moment."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _published(draft: Draft, final: Path) -> Summary:

@@ -120,11 +120,12 @@ class Ingests:
         document_sha256: bytes,
         display_name: str,
         caller: str,
+        ttl_s: float | None,
     ) -> Entry:
         """Return the context of a finished upload: the one there is, else a new one to be read.
 
-        The upload is ours from here on. A context that FAILED, or that another model stored, is
-        read again.
+        The upload is ours from here on. A new context lives `ttl_s`, or as the settings say. One
+        that FAILED, or that another model stored, is read again.
         """
         try:
             return await self._accept(
@@ -133,6 +134,7 @@ class Ingests:
                 document_sha256=document_sha256,
                 display_name=display_name,
                 caller=caller,
+                ttl_s=ttl_s,
             )
         finally:
             await asyncio.to_thread(receiving.discard)
@@ -145,6 +147,7 @@ class Ingests:
         document_sha256: bytes,
         display_name: str,
         caller: str,
+        ttl_s: float | None,
     ) -> Entry:
         context_id = self._naming.id_of(layout, document_sha256)
         entry = await self._stored(context_id)
@@ -173,20 +176,27 @@ class Ingests:
         )
         self._storing += 1
         try:
-            await self._store(receiving, upload, created)
+            await self._store(receiving, upload, created, ttl_s)
         finally:
             self._storing -= 1
         if self._catalog.find(context_id) is created:  # else deleted meanwhile
             await self._queue.put(context_id)
         return created
 
-    async def _store(self, receiving: Receiving, upload: Upload, created: Entry) -> None:
+    async def _store(
+        self, receiving: Receiving, upload: Upload, created: Entry, ttl_s: float | None
+    ) -> None:
         context_id = upload.context_id
         async with self._catalog.changing(context_id):
             if self._catalog.find(context_id) is not created:  # deleted meanwhile
                 return
             try:
                 await asyncio.to_thread(self._bury, context_id)
+                if (
+                    ttl_s is not None
+                ):  # before the document: it must not be kept for ever by mistake
+                    self._lives.set_ttl(context_id, ttl_s)
+                    await asyncio.to_thread(self._lives.save, context_id)
                 await asyncio.to_thread(
                     self._documents.keep, receiving, upload, display_name=created.display_name
                 )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openbook.server.directory import read_regular, write_whole
+from openbook.server.directory import read_regular, remove, write_whole
 from openbook.server.identity import is_context_id
 
 RECORD_BYTES_MAX = 4096
@@ -63,9 +63,8 @@ class Lives:
         for path in sorted(self._folder.iterdir()):
             content = read_regular(path, bytes_max=RECORD_BYTES_MAX)
             if path.suffix != ".json" or path.stem not in known or content is None:
-                if path.is_symlink() or not path.is_dir():
-                    path.unlink(missing_ok=True)
-                    removed += 1
+                remove(path)
+                removed += 1
                 continue
             try:
                 record = LifeRecord.model_validate_json(content)
@@ -97,12 +96,15 @@ class Lives:
             return
         used_unix_s = max(0.0, self._calendar() - (self._steady() - life.used))
         record = LifeRecord(ttl_s=life.ttl_s, used_unix_s=used_unix_s)
-        write_whole(self._path(context_id), record.model_dump_json().encode())
+        path = self._path(context_id)
+        if path.is_dir():  # not one of ours
+            remove(path)
+        write_whole(path, record.model_dump_json().encode())
 
     def remove(self, context_id: str) -> None:
         """Forget a context. Raises OSError."""
         self._lives.pop(context_id, None)
-        self._path(context_id).unlink(missing_ok=True)
+        remove(self._path(context_id))
 
     def ttl_s(self, context_id: str) -> float | None:
         """Return the time to live; None: for ever."""

@@ -6,14 +6,20 @@ is reduced to who said it and which exception class it was, because their words 
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 import structlog
+
+LINES_WAITING_MAX = 10_000  # some megabytes
+DRAIN_S = 1.0
 
 
 class Log(Protocol):
@@ -29,10 +35,10 @@ class Log(Protocol):
         """Write one event that is a fault of ours."""
 
 
-def open_log(stream: TextIO) -> Log:
+def open_log(stream: TextIO | Lines) -> Log:
     """Return a log that writes JSON lines to `stream`."""
     log: Log = structlog.wrap_logger(
-        structlog.WriteLogger(stream),
+        structlog.WriteLogger(cast(TextIO, stream)),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -49,6 +55,52 @@ def fault_fields(error: BaseException) -> dict[str, object]:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "unknown"
     return {"error": type(error).__name__, "where": where}
+
+
+class Lines:
+    """A stream that takes lines and never fails or waits, whatever becomes of the one behind it.
+
+    A reader that has gone, a full disk or a pipe that nobody empties must not stop the service.
+    Lines that cannot be written are lost; how many waited too long for a place is told once there
+    is one again.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._lost = 0
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+        atexit.register(self.drain)
+
+    def write(self, text: str) -> int:
+        """Take some text, or lose it where too much waits."""
+        if self._waiting.qsize() >= LINES_WAITING_MAX:
+            self._lost += 1
+            return len(text)
+        if self._lost:
+            self._waiting.put(f'{{"event": "log_lines_lost", "count": {self._lost}}}\n')
+            self._lost = 0
+        self._waiting.put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: whatever was taken is on its way."""
+
+    def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Wait until what was taken is written, or cannot be in that time."""
+        reached = threading.Event()
+        self._waiting.put(reached)
+        reached.wait(timeout_s)
+
+    def _write_all(self) -> None:
+        while True:
+            taken = self._waiting.get()
+            if isinstance(taken, threading.Event):
+                taken.set()
+                continue
+            with suppress(OSError, ValueError):  # ValueError: it is closed
+                self._stream.write(taken)
+                self._stream.flush()
 
 
 class LibraryHandler(logging.Handler):

@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 from openbook.server.broker import Broker
 from openbook.server.callers import Callers
@@ -90,7 +91,9 @@ class Parts:
             callers=_callers(settings),
             log=log,
         )
-        self.health = Health(self.decode.is_alive, part_checks(settings.data, self.broker.answers))
+        self.health_threads = ThreadPoolExecutor(2, thread_name_prefix="health")
+        checks = part_checks(settings.data, self.broker.answers, self.health_threads)
+        self.health = Health(self.decode.is_alive, checks)
         self._tasks: list[asyncio.Task[None]] = []
 
     def _wire_ingest(self, secret: bytes, model: Model, read: ReadDocument, worker_id: str) -> None:

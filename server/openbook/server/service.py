@@ -43,13 +43,14 @@ from openbook.server.messages import (
     verify_message,
 )
 from openbook.server.naming import parse_name
-from openbook.server.threads import in_thread, made
+from openbook.server.threads import Pool, made
 from openbook.server.upkeep import DAMAGES, Upkeep
 from openbook.v1 import contexts_pb2 as pb
 from openbook.v1 import contexts_pb2_grpc as rpcs
 from openbook.worker import Finished, Model, count_tokens
 
 CHUNK_BYTES_MAX = 1 << 20
+COUNTS_AT_ONCE, COUNTS_WAITING_MAX = 1, 16  # a count of 4 MiB may take a second
 STALL_S = 30.0  # how long an answer waits for its reader
 
 
@@ -96,6 +97,14 @@ class ContextService(rpcs.ContextServiceServicer):
         self._lives = lives
         self._tenant_root = tenant_root
         self._limits = limits
+        self._counting = Pool(
+            COUNTS_AT_ONCE, waiting_max=COUNTS_WAITING_MAX, what="documents to count"
+        )
+
+    def close(self) -> None:
+        """Let go of the threads; called once no call is left."""
+        self._counting.close()
+        self._upkeep.close()
 
     def deadline_s(self, method: str) -> float:
         """Return how long a method may take, whatever its caller says."""
@@ -124,18 +133,20 @@ class ContextService(rpcs.ContextServiceServicer):
         entry = await self._ingests.find(layout, announced, caller) if announced else None
         if entry is None:
             with self._ingests.uploading():
-                receiving, digest = await self._received(requests, announced)
+                receiving, digest = await self._received(requests, announced, rpc)
                 accepting = self._ingests.accept(
                     receiving,
                     layout=layout,
                     document_sha256=digest,
                     display_name=first.metadata.display_name,
                     caller=caller,
+                    ttl_s=seconds,
                 )
                 # A caller that goes away now must not tear an upload that is being stored.
                 entry = await asyncio.shield(asyncio.create_task(accepting))
-        if first.metadata.HasField("ttl"):
-            await self._ingests.set_ttl(entry.context_id, seconds)
+        if seconds is not None:
+            setting = self._ingests.set_ttl(entry.context_id, seconds)
+            entry = await asyncio.shield(asyncio.create_task(setting))
         else:
             self._ingests.use(entry.context_id)
         return pb.IngestContextResponse(context=self._message(entry))
@@ -201,7 +212,7 @@ class ContextService(rpcs.ContextServiceServicer):
                 async for piece in pieces:
                     await _write(rpc, piece)
         except DAMAGES as error:
-            self._upkeep.damaged(context_id, error)
+            self._upkeep.damaged(entry, error)
             raise
 
     @served
@@ -245,17 +256,22 @@ class ContextService(rpcs.ContextServiceServicer):
         """Return what a document would cost, by the checks of an ingest and without reading it."""
         refuse_unknown_fields(request)
         layout = check_layout(request.model, request.prompt_layout, self._model)
-        count = await in_thread(count_tokens, self._model, request.document, layout)
+        count = await self._counting.run(count_tokens, self._model, request.document, layout)
         return cost_message(count, self._model)
 
     async def _received(
-        self, requests: AsyncIterator[pb.IngestContextRequest], announced: bytes
+        self, requests: AsyncIterator[pb.IngestContextRequest], announced: bytes, rpc: Rpc
     ) -> tuple[Receiving, bytes]:
-        """Take an upload in, and return it with its digest; a torn one leaves nothing."""
+        """Take an upload in, and return it with its digest; a torn one leaves nothing.
+
+        To grpc the messages of a call that was cancelled end like those of one that is whole; that
+        it was cancelled arrives later, but before anything else of the call does.
+        """
         beginning = asyncio.create_task(asyncio.to_thread(self._documents.receive))
         receiving = await made(beginning, undo=Receiving.discard)  # of an empty file: no wait
         try:
             await _receive(requests, receiving)
+            await rpc.send_initial_metadata(())
             digest = await asyncio.to_thread(receiving.finish)
             if announced and announced != digest:
                 raise DigestMismatch()

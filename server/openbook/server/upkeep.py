@@ -26,10 +26,11 @@ from openbook.server.catalog import Catalog, Entry, State
 from openbook.server.errors import ContextFailed, ContextNotReady, ContextUnknown, IngestQueueFull
 from openbook.server.ingests import Ingests
 from openbook.server.logs import Log
-from openbook.server.threads import in_thread, made
+from openbook.server.threads import Pool, in_thread, made
 
 DAMAGES = (ShardCorrupt, ContextMissing, ContextIncomplete)
 WAITING_MAX = 8  # each waits for all before it, under its own deadline
+VERIFIED_AT_ONCE = 1
 
 
 class Upkeep:
@@ -45,6 +46,11 @@ class Upkeep:
         self._log = log
         self._indexing = asyncio.Lock()
         self._waiting = 0
+        self._verifying = Pool(VERIFIED_AT_ONCE, waiting_max=WAITING_MAX, what="contexts to verify")
+
+    def close(self) -> None:
+        """Verify no more."""
+        self._verifying.close()
 
     def readable(self, context_id: str) -> Entry:
         """Return the entry of an ACTIVE context. Raises what keeps any other from being read."""
@@ -55,24 +61,29 @@ class Upkeep:
             raise ContextFailed(entry.error_reason, entry.error_text)
         return entry
 
-    def damaged(self, context_id: str, error: Exception) -> None:
-        """Note what reading a context met. Raises ContextUnknown if it was deleted meanwhile."""
-        if self._catalog.find(context_id) is None:
+    def damaged(self, entry: Entry, error: Exception) -> None:
+        """Note what reading a context met. Raises ContextUnknown if it was deleted meanwhile.
+
+        Another may be in its place by now, sent and read anew; that one is well.
+        """
+        found = self._catalog.find(entry.context_id)
+        if found is entry:
+            self._ingests.mark_damaged(entry.context_id, error)
+        elif found is None or found.state is not State.FAILED:  # else noted already
             raise ContextUnknown() from error
-        self._ingests.mark_damaged(context_id, error)
 
     async def verify(self, context_id: str) -> VerifyReport:
         """Read every byte of a context and answer its stored queries again.
 
-        Raises what `readable` and the store raise.
+        Raises what `readable` and the store raise, CallsFull when too many wait.
         """
-        self.readable(context_id)
+        entry = self.readable(context_id)
         gone = threading.Event()
         path = self._tenant_root / context_id
         try:
-            return await in_thread(verify_context, path, is_cancelled=gone.is_set)
+            return await self._verifying.run(verify_context, path, is_cancelled=gone.is_set)
         except DAMAGES as error:
-            self.damaged(context_id, error)
+            self.damaged(entry, error)
             raise
         finally:
             gone.set()
@@ -82,7 +93,7 @@ class Upkeep:
 
         Raises what `readable` and the store raise, IngestQueueFull when too many wait.
         """
-        self.readable(context_id)
+        entry = self.readable(context_id)
         if self._waiting >= WAITING_MAX:
             raise IngestQueueFull(WAITING_MAX, what="are or wait to be indexed anew")
         self._waiting += 1
@@ -90,7 +101,7 @@ class Upkeep:
             async with self._indexing:
                 return await self._reindex(context_id)
         except DAMAGES as error:
-            self.damaged(context_id, error)
+            self.damaged(entry, error)
             raise
         finally:
             self._waiting -= 1
