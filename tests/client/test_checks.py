@@ -10,7 +10,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from openbook.client import Client, cli, doctor
+from openbook.client import Client, cli_verbs, doctor
 from openbook.client.capacity import capacity
 from openbook.client.cli_options import read_size
 
@@ -22,7 +22,7 @@ def openbook(fake: FakeServer) -> Callable[..., Result]:
     """Run a verb against the fake."""
 
     def run(*arguments: str) -> Result:
-        return CliRunner().invoke(cli.app, arguments, env={"OPENBOOK_SERVER": fake.address})
+        return CliRunner().invoke(cli_verbs.app, arguments, env={"OPENBOOK_SERVER": fake.address})
 
     return run
 
@@ -47,7 +47,7 @@ def test_doctor_finds_all_in_order(openbook: Callable[..., Result], data: Path) 
 
 
 def test_doctor_says_what_to_do_where_nobody_answers() -> None:
-    done = CliRunner().invoke(cli.app, ["doctor", "--server", "127.0.0.1:1"])
+    done = CliRunner().invoke(cli_verbs.app, ["doctor", "--server", "127.0.0.1:1"])
     assert done.exit_code == 1
     assert "fail service: no server answers at that address; start one with" in done.stdout
 

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from openbook.client import Client, cli
+from openbook.client import Client, cli_verbs
 from openbook.v1 import contexts_pb2 as pb
 
 from .conftest import FakeServer, Refusal
@@ -30,7 +30,7 @@ def openbook(fake: FakeServer) -> Callable[..., Result]:
 
     def run(*arguments: str, stdin: bytes | None = None) -> Result:
         environment = {"OPENBOOK_SERVER": fake.address, "COLUMNS": "200"}
-        return CliRunner().invoke(cli.app, arguments, input=stdin, env=environment)
+        return CliRunner().invoke(cli_verbs.app, arguments, input=stdin, env=environment)
 
     return run
 
@@ -146,7 +146,7 @@ def test_service_error_is_one_line_and_exit_1(
 
 
 def test_nobody_there_is_one_line_that_helps() -> None:
-    done = CliRunner().invoke(cli.app, ["contexts", "list", "--server", "127.0.0.1:1"])
+    done = CliRunner().invoke(cli_verbs.app, ["contexts", "list", "--server", "127.0.0.1:1"])
     assert done.exit_code == 1
     assert done.stderr.startswith("openbook: no server answers at 127.0.0.1:1; start one")
     assert done.stderr.count("\n") == 1
@@ -203,7 +203,7 @@ def test_error_mid_answer_is_exit_1(
 
 def test_token_comes_from_the_environment(fake: FakeServer) -> None:
     environment = {"OPENBOOK_SERVER": fake.address, "OPENBOOK_TOKEN": "t0ken"}
-    assert CliRunner().invoke(cli.app, ["contexts", "list"], env=environment).exit_code == 0
+    assert CliRunner().invoke(cli_verbs.app, ["contexts", "list"], env=environment).exit_code == 0
     assert fake.service.headers[0]["authorization"] == "Bearer t0ken"
 
 
@@ -274,15 +274,18 @@ def test_empty_document_is_refused_before_any_call(
 
 
 def test_version_is_printed() -> None:
-    done = CliRunner().invoke(cli.app, ["--version"])
+    done = CliRunner().invoke(cli_verbs.app, ["--version"])
     assert done.exit_code == 0
     assert re.match(r"openbook[ ,]", done.stdout)
 
 
 def test_client_imports_nothing_of_the_server() -> None:
     code = (
-        "import sys; import openbook.client, openbook.client.cli; "
+        "import sys; import openbook.client.cli; "
+        "assert not {'grpc', 'typer', 'rich'} & set(sys.modules); "  # Ctrl-C comes meanwhile
+        "from openbook.client import *; import openbook.client.cli_verbs; "
         "heavy = {'torch', 'transformers', 'lmdb', 'redis', 'numpy', 'pydantic'}; "
+        "assert openbook.client.errors.NotFound and 'Client' in dir(openbook.client); "
         "ours = {name for name in sys.modules if name.startswith('openbook.')}; "
         "assert not heavy & set(sys.modules), heavy & set(sys.modules); "
         "assert {name.split('.')[1] for name in ours} == {'client', 'v1'}, ours"
@@ -292,11 +295,11 @@ def test_client_imports_nothing_of_the_server() -> None:
 
 def with_verb(monkeypatch: pytest.MonkeyPatch, value: str) -> typer.Typer:
     """Return an app whose group of server verbs has one entry, `serve`."""
-    entry = importlib.metadata.EntryPoint("serve", value, cli.COMMANDS_GROUP)
-    monkeypatch.setattr(cli, "entry_points", lambda group: [entry])
+    entry = importlib.metadata.EntryPoint("serve", value, cli_verbs.COMMANDS_GROUP)
+    monkeypatch.setattr(cli_verbs, "entry_points", lambda group: [entry])
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(lambda: None)
-    cli.add_server_verbs(app)
+    cli_verbs.add_server_verbs(app)
     return app
 
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from openbook.client import Client, IngestProgress, Tls, cli, errors
+from openbook.client import Client, IngestProgress, Tls, cli_verbs, errors
 from openbook.client.channel import is_loopback
 from openbook.client.uploads import CHUNK_BYTES
 from openbook.v1 import contexts_pb2 as pb
@@ -331,7 +331,7 @@ def test_the_command_line_reaches_a_server_over_tls(certified: tuple[FakeServer,
     shell = {"OPENBOOK_SERVER": fake.address, "OPENBOOK_TOKEN": "t0ken"}
 
     def run(verb: str, ca: str) -> Result:
-        return CliRunner().invoke(cli.app, verb.split(), env={**shell, "OPENBOOK_TLS_CA": ca})
+        return CliRunner().invoke(cli_verbs.app, verb.split(), env={**shell, "OPENBOOK_TLS_CA": ca})
 
     for verb in ("doctor", "contexts list", f"count {certificate}"):
         assert run(verb, str(certificate)).exit_code == 0, run(verb, str(certificate)).output

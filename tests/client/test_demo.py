@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from openbook.client import cli, demo
+from openbook.client import cli_verbs, demo
 from openbook.client.demo_server import DemoFailed, DemoServer, last_line, serve_command
 
 from .conftest import FINAL, FakeServer
@@ -67,7 +67,7 @@ def play(script_files: tuple[Path, Path], tmp_path: Path) -> Callable[..., Resul
         document, facts = script_files
         files = ["--document", str(document), "--facts", str(facts), "--model", "fake"]
         where = ["--data", str(tmp_path / "demo"), "--json", str(tmp_path / "figures.json")]
-        return CliRunner().invoke(cli.app, ["demo", *files, *where, *arguments])
+        return CliRunner().invoke(cli_verbs.app, ["demo", *files, *where, *arguments])
 
     return run
 
@@ -175,7 +175,7 @@ def test_facts_that_cannot_be_asked_are_refused(
 
 @pytest.mark.parametrize("option", ["--document", "--facts"])
 def test_document_and_facts_go_together(option: str, script_files: tuple[Path, Path]) -> None:
-    done = CliRunner().invoke(cli.app, ["demo", option, str(script_files[0])])
+    done = CliRunner().invoke(cli_verbs.app, ["demo", option, str(script_files[0])])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == (
         "openbook: --document and --facts go together: the facts are of the document\n"
@@ -184,7 +184,7 @@ def test_document_and_facts_go_together(option: str, script_files: tuple[Path, P
 
 def test_every_option_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    shown = CliRunner().invoke(cli.app, ["demo", "--help"]).stdout
+    shown = CliRunner().invoke(cli_verbs.app, ["demo", "--help"]).stdout
     for default in ("examples/esther.txt", "examples/facts.json", "the demo's own"):
         assert f"[default: ({default})]" in shown
     assert "goes with --facts" in shown and "goes with --document" in shown

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from openbook.client import Client, ContextInfo, TokenCost, Verification, cli, errors
+from openbook.client import Client, ContextInfo, TokenCost, Verification, cli_verbs, errors
 from openbook.client.cli_options import read_ttl
 from openbook.client.console import print_contexts
 from openbook.client.requests import COUNT_BYTES_MAX
@@ -26,7 +26,7 @@ def openbook(fake: FakeServer) -> Callable[..., Result]:
     """Run a verb against the fake."""
 
     def run(*arguments: str) -> Result:
-        return CliRunner().invoke(cli.app, arguments, env={"OPENBOOK_SERVER": fake.address})
+        return CliRunner().invoke(cli_verbs.app, arguments, env={"OPENBOOK_SERVER": fake.address})
 
     return run
 

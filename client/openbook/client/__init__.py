@@ -10,32 +10,37 @@ async_client.py  AsyncClient: the same, awaited        ── calls ──> open
   ├─ views.py     ContextInfo, Usage, Receipt, Model: frozen values
   ├─ channel.py   options, TLS, token
   └─ errors.py    the error tree, and the table from the service's reasons to it
-cli.py       the `openbook` command; console.py what it prints
+cli.py       the `openbook` command: streams, Ctrl-C, exit codes
+  ├─ cli_verbs.py     its verbs; console.py what they print
   ├─ cli_contexts.py  `openbook contexts`; cli_options.py what verbs share
   ├─ interrupts.py    Ctrl-C
   └─ cli_checks.py    count, capacity (capacity.py), doctor (doctor.py)
 demo.py      `openbook demo`; demo_model.py finds its model
 """
 
-from openbook.client.answer import Answer, AsyncAnswer
-from openbook.client.asks import Budget, Keys, Plan
-from openbook.client.async_client import AsyncClient
-from openbook.client.channel import Tls
-from openbook.client.client import Client
-from openbook.client.errors import OpenbookError
-from openbook.client.uploads import Document
-from openbook.client.views import (
-    ContextInfo,
-    IngestProgress,
-    IngestTiming,
-    Layout,
-    Model,
-    Receipt,
-    Result,
-    TokenCost,
-    Usage,
-    Verification,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openbook.client.answer import Answer, AsyncAnswer
+    from openbook.client.asks import Budget, Keys, Plan
+    from openbook.client.async_client import AsyncClient
+    from openbook.client.channel import Tls
+    from openbook.client.client import Client
+    from openbook.client.errors import OpenbookError
+    from openbook.client.uploads import Document
+    from openbook.client.views import (
+        ContextInfo,
+        IngestProgress,
+        IngestTiming,
+        Layout,
+        Model,
+        Receipt,
+        Result,
+        TokenCost,
+        Usage,
+        Verification,
+    )
 
 __all__ = [
     "Answer",
@@ -59,3 +64,30 @@ __all__ = [
     "Usage",
     "Verification",
 ]
+
+_NAMES = {  # of each module
+    "answer": ("Answer", "AsyncAnswer"),
+    "asks": ("Budget", "Keys", "Plan"),
+    "async_client": ("AsyncClient",),
+    "channel": ("Tls",),
+    "client": ("Client",),
+    "errors": ("OpenbookError",),
+    "uploads": ("Document",),
+    "views": (
+        "ContextInfo", "IngestProgress", "IngestTiming", "Layout", "Model", "Receipt", "Result",
+        "TokenCost", "Usage", "Verification",
+    ),
+}  # fmt: skip
+
+if not TYPE_CHECKING:  # a checker reads the imports above
+
+    def __getattr__(name):
+        """Import what is asked for: the command line must be ready for Ctrl-C before gRPC is."""
+        for module, names in _NAMES.items():
+            if name == module or name in names:
+                found = import_module(f"openbook.client.{module}")
+                return found if name == module else getattr(found, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return [*__all__, *_NAMES]

@@ -4,7 +4,6 @@ Knows: options. Does not know: how the figures come about.
 """
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,13 @@ from rich.console import Console
 
 from openbook.client.capacity import STORED_SHARE
 from openbook.client.capacity import capacity as capacity_of
-from openbook.client.cli_options import Server, connect, read_size, tls_of_environment
+from openbook.client.cli_options import (
+    Server,
+    connect,
+    document_of,
+    read_size,
+    tls_of_environment,
+)
 from openbook.client.console import (
     EXIT_FAILED,
     fail,
@@ -41,9 +46,8 @@ def count(
     as_json: AsJson = False,
 ) -> None:
     """Print what a document would cost, without reading it."""
-    document = sys.stdin.buffer if str(file) == "-" else file
     with one_line_errors(server), connect(server) as client:
-        cost = client.count_tokens(document, layout=layout)
+        cost = client.count_tokens(document_of(file), layout=layout)
     if as_json:
         print(json.dumps(asdict(cost)))
         return

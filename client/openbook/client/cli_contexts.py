@@ -12,7 +12,14 @@ import typer
 from rich.console import Console
 
 from openbook.client.cli_options import Server, connect, read_ttl
-from openbook.client.console import moment, one_line_errors, print_contexts, print_fields, size
+from openbook.client.console import (
+    moment,
+    one_line_errors,
+    one_line_json,
+    print_contexts,
+    print_fields,
+    size,
+)
 from openbook.client.interrupts import interruptible
 from openbook.client.views import ContextInfo
 
@@ -129,4 +136,4 @@ def _fields(info: ContextInfo) -> dict[str, object]:
 
 def _json(info: ContextInfo) -> str:
     """Return a context as one line of JSON; times are ISO 8601."""
-    return json.dumps(asdict(info), default=str, ensure_ascii=False)
+    return one_line_json(asdict(info))

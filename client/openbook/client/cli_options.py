@@ -7,8 +7,9 @@ OPENBOOK_TLS_CA says that the connection is encrypted, and who vouches for the s
 
 import os
 import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -19,6 +20,7 @@ from openbook.client.interrupts import close_when_interrupted
 Server = Annotated[str, typer.Option(envvar="OPENBOOK_SERVER", help="host:port of the service.")]
 
 
+SIZE_MAX = 2**63  # more than any machine has
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 UNITS_BYTES = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -37,11 +39,23 @@ def read_ttl(text: str) -> float | None:
 
 
 def read_size(text: str, option: str) -> int:
-    """Return the bytes of a size such as 16GiB or 500GB, rounded down."""
+    """Return the bytes of a size such as 16GiB or 500GB, rounded down; ValueError for no such."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text, re.ASCII)
     if match is None or match[2] not in UNITS_BYTES:
         raise ValueError(f"{option} is a size such as 16GiB, 500GB or a number of bytes")
-    return int(float(match[1]) * UNITS_BYTES[match[2]])
+    count = float(match[1]) * UNITS_BYTES[match[2]]
+    if count > SIZE_MAX:
+        raise ValueError(f"{option} is at most {SIZE_MAX} bytes")
+    return int(count)
+
+
+def document_of(file: Path) -> Path | BinaryIO:
+    """Return what to read: the file, or standard input for `-`; ValueError where it is closed."""
+    if str(file) != "-":
+        return file
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; there is nothing to read")
+    return sys.stdin.buffer
 
 
 def tls_of_environment() -> Tls | None:

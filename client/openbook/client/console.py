@@ -4,10 +4,12 @@ Knows: terminals. Does not know: the service. Answers and tables go to stdout; p
 and errors go to stderr, so that the output of a verb can be piped.
 """
 
+import codecs
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import NoReturn, TextIO
 
@@ -35,7 +37,8 @@ TICK_S = 10  # between the signs of life that are printed where there is no term
 
 def fail(message: str, code: int) -> NoReturn:
     """Print one line on stderr and end the command with `code`."""
-    print("openbook:", " ".join(printable(message).split()), file=sys.stderr)
+    with suppress(OSError):  # where stderr is full, the code still tells
+        print("openbook:", " ".join(printable(message).split()), file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -76,6 +79,12 @@ def _fail_for(error: Exception, server: str) -> None:
 def printable(text: str) -> str:
     """Return `text` without control characters, which a terminal would obey; \\n and \\t stay."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
+
+
+def one_line_json(value: object) -> str:
+    """Return JSON for stdout: characters beyond ASCII as they are only where it can hold all."""
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    return json.dumps(value, default=str, ensure_ascii=not is_utf8)
 
 
 def write_pieces(pieces: Iterable[str], out: TextIO) -> None:
