@@ -4,6 +4,7 @@ Knows: gRPC channels. Does not know: what is called on them.
 """
 
 import ipaddress
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,41 @@ class Tls:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files; ValueError when one of certificate and key is missing."""
+        """Read the files; ValueError for one that is no PEM file, or a certificate without key."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("tls: a client certificate and its key are given together")
+        certificate = self.certificate.read_bytes() if self.certificate else None
+        key = self.key.read_bytes() if self.key else None
+        if self.certificate and self.key:
+            _check_pair(self.certificate, self.key)
         return grpc.ssl_channel_credentials(
-            root_certificates=self.ca.read_bytes() if self.ca else None,
-            private_key=self.key.read_bytes() if self.key else None,
-            certificate_chain=self.certificate.read_bytes() if self.certificate else None,
+            root_certificates=_authorities(self.ca) if self.ca else None,
+            private_key=key,
+            certificate_chain=certificate,
         )
+
+
+def _authorities(ca: Path) -> bytes:
+    """Return a file's certificates; ValueError where gRPC would call the server away for them."""
+    content = ca.read_bytes()
+    text = content.decode("latin-1").encode("ascii", "replace").decode()  # comments may be UTF-8
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"tls: {ca} is no PEM file of certificates, or is damaged") from error
+    return content
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    """Raise ValueError unless the files are a certificate and its key, which is not encrypted."""
+    if not (certificate.is_file() and key.is_file()):
+        return  # a pipe, say, can be read once only
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(
+            f"tls: {certificate} and {key} must be a PEM certificate and its unencrypted key"
+        ) from error
 
 
 def open_channel(address: str, *, tls: Tls | None, service_config: str) -> grpc.Channel:

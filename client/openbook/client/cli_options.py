@@ -66,6 +66,19 @@ def tls_of_environment() -> Tls | None:
     return Tls() if ca == "system" else Tls(ca=Path(ca))
 
 
+def where_nobody_answers(address: str, *, is_tls: bool) -> str:
+    """Return what to do where nobody answers at `address`, or, over TLS, nobody who is trusted."""
+    if is_tls:
+        return (
+            "see that it uses TLS, that OPENBOOK_TLS_CA vouches for its certificate and that this "
+            f"names the host of {address}; or start one with `openbook serve`"
+        )
+    return (
+        f"start one with `openbook serve`, name another than {address} with --server, or set "
+        "OPENBOOK_TLS_CA where it uses TLS"
+    )
+
+
 def connect(server: str) -> Client:
     """Return a client of `server` as the environment says; Ctrl-C will close it."""
     client = Client(

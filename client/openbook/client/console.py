@@ -6,6 +6,7 @@ and errors go to stderr, so that the output of a verb can be piped.
 
 import codecs
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from openbook.client.cli_options import where_nobody_answers
 from openbook.client.errors import OpenbookError, Unavailable
 from openbook.client.interrupts import EXIT_INTERRUPTED, is_interrupted
 from openbook.client.views import ContextInfo, IngestProgress
@@ -64,8 +66,8 @@ def one_line_errors(
 def _fail_for(error: Exception, server: str) -> None:
     """End the command for an error that is the caller's or the service's; return for others."""
     if isinstance(error, Unavailable) and not error.reason:
-        hint = "start one with `openbook serve`, or name another with --server"
-        fail(f"no server answers at {server}; {hint}", EXIT_FAILED)
+        advice = where_nobody_answers(server, is_tls=bool(os.environ.get("OPENBOOK_TLS_CA")))
+        fail(f"no server answers at {server}; {advice}", EXIT_FAILED)
     if isinstance(error, OpenbookError):
         fail(error.message, EXIT_FAILED)
     if isinstance(error, ValueError):

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from openbook.client.channel import Tls, open_channel
+from openbook.client.cli_options import where_nobody_answers
 from openbook.client.client import Client
 from openbook.client.errors import OpenbookError, from_rpc
 from openbook.client.retries import SERVICE_CONFIG
@@ -51,11 +52,11 @@ class Finding:
 def examine_service(client: Client, address: str, *, tls: Tls | None) -> Iterator[Finding]:
     """Yield what is found about the service; stops where nobody answers."""
     yield Finding("versions", True, _versions())
-    start = f"start one with `openbook serve`, or name another than {address} with --server"
     try:
         models = client.models()
     except OpenbookError as error:
-        yield Finding("service", False, error.message, start)
+        advice = where_nobody_answers(address, is_tls=tls is not None)
+        yield Finding("service", False, error.message, advice)
         return
     yield Finding("service", True, f"answers at {address}")
     yield _health(address, tls)
