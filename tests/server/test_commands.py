@@ -22,6 +22,9 @@ def invoke(*arguments, monkeypatch):
     return CliRunner().invoke(program, [str(argument) for argument in arguments])
 
 
+ANY_PORT = ["--listen", "127.0.0.1:0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -31,9 +34,9 @@ def invoke(*arguments, monkeypatch):
         (["--data", "DATA", "--model", "m", "--role", "gateway"], "'gateway' is not served yet"),
         (["--data", "DATA", "--model", "m", "--threads", "0"], "--threads"),
         (["--data", "", "--model", "m"], "--data"),
-        (["--data", "OPEN", "--model", "m"], "open to other users"),
-        (["--data", "CLONE", "--model", "m"], "choose another"),
-        (["--data", "BUSY", "--model", "m"], "another server"),
+        (["--data", "OPEN", "--model", "m", *ANY_PORT], "open to other users"),
+        (["--data", "CLONE", "--model", "m", *ANY_PORT], "choose another"),
+        (["--data", "BUSY", "--model", "m", *ANY_PORT], "another server"),
         (["--data", "DATA", "--model", "m", "--listen", "TAKEN"], "in use"),
     ],
 )

@@ -204,6 +204,7 @@ def test_documents_that_arrive_at_once_never_pass_the_limit(make_server, monkeyp
 def test_a_full_line_answers_for_the_documents_it_knows(make_server):
     server = make_server(ingests_waiting_max=1, uploads_max=1)
     known = active(server, b"known")
+    until(lambda: not server.app.ingests._queue.waiting_count)  # a moment after it is ACTIVE
     server.reading.gate.clear()
     waiting = ingest(server, b"waits")
     assert ingest(server, b"known").name == known.name
