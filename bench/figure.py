@@ -70,7 +70,7 @@ def draw_error(axes: Axes, index: dict[str, Any]) -> None:
     }
     draw_bars(axes, bars, others=1, unit="")
     axes.set_xscale("linear")
-    axes.set_title("Error over the middle, 32K tokens")
+    axes.set_title("Error of attention, 32K tokens")
 
 
 def draw_bars(axes: Axes, bars: dict[str, float], *, others: int, unit: str) -> None:

@@ -17,26 +17,26 @@ KEEPALIVE_MS = 10_000  # a long prefill is silent; the service permits a ping ea
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files of an encrypted connection.
+    """PEM files of an encrypted connection, each a path.
 
     `ca` signs the server's certificate (None: the system's authorities); `certificate` and `key`
     are the client's own, given together, where the server asks for them.
     """
 
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: Path | str | None = None
+    certificate: Path | str | None = None
+    key: Path | str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files; ValueError for one that is no PEM file, or a certificate without key."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("tls: a client certificate and its key are given together")
-        certificate = self.certificate.read_bytes() if self.certificate else None
-        key = self.key.read_bytes() if self.key else None
+        certificate = Path(self.certificate).read_bytes() if self.certificate else None
+        key = Path(self.key).read_bytes() if self.key else None
         if self.certificate and self.key:
-            _check_pair(self.certificate, self.key)
+            _check_pair(Path(self.certificate), Path(self.key))
         return grpc.ssl_channel_credentials(
-            root_certificates=_authorities(self.ca) if self.ca else None,
+            root_certificates=_authorities(Path(self.ca)) if self.ca else None,
             private_key=key,
             certificate_chain=certificate,
         )

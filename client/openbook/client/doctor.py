@@ -19,7 +19,7 @@ import grpc
 from openbook.client.channel import Tls, open_channel
 from openbook.client.cli_options import where_nobody_answers
 from openbook.client.client import Client
-from openbook.client.errors import OpenbookError, from_rpc
+from openbook.client.errors import NotAllowed, OpenbookError, from_rpc
 from openbook.client.retries import SERVICE_CONFIG
 from openbook.client.views import Model
 
@@ -56,6 +56,8 @@ def examine_service(client: Client, address: str, *, tls: Tls | None) -> Iterato
         models = client.models()
     except OpenbookError as error:
         advice = where_nobody_answers(address, is_tls=tls is not None)
+        if isinstance(error, NotAllowed):
+            advice = "set OPENBOOK_TOKEN to a token of the server's"
         yield Finding("service", False, error.message, advice)
         return
     yield Finding("service", True, f"answers at {address}")

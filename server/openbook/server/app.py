@@ -18,13 +18,21 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 
 from openbook import worker
-from openbook.server.logs import Lines, Log, capture_libraries, fault_fields, open_log
+from openbook.server.logs import (
+    Lines,
+    Log,
+    capture_libraries,
+    fault_fields,
+    open_log,
+    write_all,
+)
 from openbook.server.parts import Parts
 from openbook.server.requests import Parsing
 from openbook.server.settings import Settings
@@ -56,7 +64,7 @@ OPTIONS = (
 def run(settings: Settings, held: Prepared) -> int:
     """Serve a held data directory until told to stop; return the exit code. Raises StartRefused."""
     _raise_descriptor_limit()
-    lines = Lines(sys.stderr)
+    lines = Lines(partial(write_all, sys.stderr.fileno()))
     log = open_log(lines)
     capture_libraries(log)
     code = asyncio.run(_serve(settings, held, log))

@@ -108,7 +108,7 @@ class Unauthenticated(ServerError):
     """The caller has not shown the token; says nothing else."""
 
     def __init__(self) -> None:
-        super().__init__("this server wants a bearer token, and the one given is not it")
+        super().__init__("this server wants a bearer token, and none or another was given")
 
 
 class ModelUnknown(ServerError):
@@ -129,7 +129,7 @@ class ContextNotReady(ServerError):
     """The context is still being read."""
 
     def __init__(self) -> None:
-        super().__init__("the context is still being read")
+        super().__init__("the context is still being read; the same ingest again waits for it")
 
 
 class ContextFailed(ServerError):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TextIO, cast
@@ -33,6 +35,12 @@ class Log(Protocol):
 
     def error(self, event: str, /, **fields: object) -> object:
         """Write one event that is a fault of ours."""
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write to a file descriptor. Raises OSError."""
+    while content:
+        content = content[os.write(descriptor, content) :]
 
 
 def open_log(stream: TextIO | Lines) -> Log:
@@ -65,8 +73,12 @@ class Lines:
     is one again.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        """Write by `write`, in a thread of its own, where it may wait and raise OSError.
+
+        It must hold no lock that the end of the process takes, as a buffered stream does.
+        """
+        self._write = write
         self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
         self._lost = 0
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
@@ -98,9 +110,8 @@ class Lines:
             if isinstance(taken, threading.Event):
                 taken.set()
                 continue
-            with suppress(OSError, ValueError):  # ValueError: it is closed
-                self._stream.write(taken)
-                self._stream.flush()
+            with suppress(OSError):
+                self._write(taken.encode())
 
 
 class LibraryHandler(logging.Handler):

@@ -111,11 +111,16 @@ class Settings(BaseSettings):
     def _check_access(self) -> Settings:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together")
-        is_private = self.tls_key is not None and self.token_file is not None
-        if not is_private and not is_loopback(self.listen):
+        given = {
+            "--tls-certificate": self.tls_certificate,
+            "--tls-key": self.tls_key,
+            "--token-file": self.token_file,
+        }
+        missing = [name for name, value in given.items() if value is None]
+        if missing and not is_loopback(self.listen):
             raise ValueError(
-                "listen: an address that others can reach needs tls_certificate, tls_key and "
-                "token_file; without them only loopback is served, such as 127.0.0.1"
+                f"--listen: an address that others can reach needs {' and '.join(missing)}; "
+                "without them only loopback is served, such as 127.0.0.1"
             )
         return self
 
@@ -152,8 +157,10 @@ def load_settings(given: Mapping[str, object]) -> Settings:
         return Settings.model_validate(named)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        name = ".".join(str(part) for part in first["loc"])
         text = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+        if not name:  # it is about several
+            raise SettingsInvalid(f"invalid settings: {text}") from error
         variable = ENV_PREFIX + name.upper()
         setting = f"--{name.replace('_', '-')} (or {variable})" if name in given else variable
         raise SettingsInvalid(f"invalid setting {setting}: {text}") from error
