@@ -123,3 +123,11 @@ def test_file_that_is_no_certificate_is_one_line_and_exit_2(
     assert (done.returncode, done.stdout) == (2, "")
     said = f"openbook: tls: {empty} is no PEM file of certificates, or is damaged\n"
     assert done.stderr == said
+
+
+def test_a_file_may_be_named_by_a_str_as_well(tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent.pem")
+    with pytest.raises(FileNotFoundError):
+        Tls(ca=absent).credentials()
+    with pytest.raises(FileNotFoundError):
+        Tls(certificate=absent, key=absent).credentials()
