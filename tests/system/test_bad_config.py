@@ -103,8 +103,8 @@ SETTINGS: dict[str, tuple[Callable[[Place], list[object]], dict[str, str], str]]
     "a port in use": (lambda p: p.least(listen=p.taken), {}, "in use"),
     "a port that is none": (lambda p: p.least(listen="127.0.0.1:65536"), {}, "--listen"),
     "a host by name": (lambda p: p.least(listen="example.org:1"), {}, "--listen"),
-    "every address": (lambda p: p.least(listen="0.0.0.0:0"), {}, "tls_certificate"),
-    "every address, version 6": (lambda p: p.least(listen="[::]:0"), {}, "tls_certificate"),
+    "every address": (lambda p: p.least(listen="0.0.0.0:0"), {}, "--tls-certificate"),
+    "every address, version 6": (lambda p: p.least(listen="[::]:0"), {}, "--tls-certificate"),
     "no data": (lambda p: ["--model", "m"], {}, "--data"),
     "empty data": (lambda p: p.least(data=""), {}, "--data"),
     "data: a file": (lambda p: p.least(data=a_file(p.folder / "f")), {}, "not a directory"),
@@ -238,7 +238,7 @@ def test_python_oo_is_refused_and_every_other_refusal_stays(place: Place) -> Non
     assert "-OO" in line
     for arguments, words in (
         (place.least(data=made(place.folder / "o", 0o755)), "chmod 700"),
-        (place.least(listen="0.0.0.0:0"), "tls_certificate"),
+        (place.least(listen="0.0.0.0:0"), "--tls-certificate"),
         (place.least(listen=place.taken), "in use"),
     ):
         assert words in refusal_of(start(*arguments, PYTHONOPTIMIZE="2"))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from openbook.client import AsyncClient, Client, IngestProgress, cli, errors
+from openbook.client import AsyncClient, Client, IngestProgress, cli_verbs, errors
 from openbook.client.demo_server import DemoServer, serve_command
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ class Service:
 
     def openbook(self, *arguments: str) -> Result:
         """Run a verb of the command line in this process."""
-        return CliRunner().invoke(cli.app, arguments, env={"OPENBOOK_SERVER": self.address})
+        return CliRunner().invoke(cli_verbs.app, arguments, env={"OPENBOOK_SERVER": self.address})
 
     def restart(self) -> None:
         """Kill the server hard and start it again."""

@@ -143,6 +143,7 @@ def assert_others_are_served(supervised: Supervised, kinds: list[str], count: in
     return [context.name for context in given_up]
 
 
+@pytest.mark.slow  # over the fakes it is in tests/server
 def test_a_document_whose_reading_raises_fails_at_once_and_alone(supervised: Supervised) -> None:
     assert_others_are_served(supervised, ["raises"], 12)
     assert supervised.starts == 1

@@ -103,6 +103,8 @@ def test_eight_asks_at_once_add_no_copy_of_their_context(large: Large) -> None:
     assert peak - before < large.bytes / 10
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_second_process_adds_a_tenth_of_the_bytes_of_a_context_at_most(large: Large) -> None:
     large.ask(tokens=1)  # open in the server
     place = large.shards(large.context.name)[0].parent
