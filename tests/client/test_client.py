@@ -1,15 +1,10 @@
 """The client against a fake service on loopback: what is sent, and what comes back."""
 
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import pytest
-from typer.testing import CliRunner, Result
 
-from openbook.client import Client, IngestProgress, Tls, cli_verbs, errors
+from openbook.client import Client, IngestProgress, Tls, errors
 from openbook.client.channel import is_loopback
 from openbook.client.uploads import CHUNK_BYTES
 from openbook.v1 import contexts_pb2 as pb
@@ -299,46 +294,6 @@ def test_token_that_cannot_be_sent_is_refused(token: str) -> None:
 )
 def test_loopback_is_recognised(address: str, is_here: bool) -> None:
     assert is_loopback(address) is is_here
-
-
-@pytest.fixture
-def certified(serve: Callable[..., FakeServer], tmp_path: Path) -> tuple[FakeServer, Path]:
-    """Return a service over TLS and the certificate that vouches for it."""
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl")
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-        + ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
-        + ["-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True,
-        capture_output=True,
-    )
-    pair = (key.read_bytes(), certificate.read_bytes())
-    return serve(grpc.ssl_server_credentials([pair])), certificate
-
-
-def test_tls_checks_the_servers_certificate(certified: tuple[FakeServer, Path]) -> None:
-    fake, certificate = certified
-    with Client(fake.address, token="t0ken", tls=Tls(ca=certificate)) as client:
-        assert client.models()
-    with Client(fake.address, tls=Tls()) as stranger, pytest.raises(errors.Unavailable):
-        stranger.models()
-
-
-def test_the_command_line_reaches_a_server_over_tls(certified: tuple[FakeServer, Path]) -> None:
-    fake, certificate = certified
-    shell = {"OPENBOOK_SERVER": fake.address, "OPENBOOK_TOKEN": "t0ken"}
-
-    def run(verb: str, ca: str) -> Result:
-        return CliRunner().invoke(cli_verbs.app, verb.split(), env={**shell, "OPENBOOK_TLS_CA": ca})
-
-    for verb in ("doctor", "contexts list", f"count {certificate}"):
-        assert run(verb, str(certificate)).exit_code == 0, run(verb, str(certificate)).output
-    for ca in ("", "system"):
-        assert "no server answers" in run("contexts list", ca).stderr
-    absent = run("contexts list", str(certificate.with_name("absent")))
-    assert (absent.exit_code, absent.stderr.count("\n")) == (2, 1)
 
 
 def test_tls_certificate_without_its_key_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from typer.testing import CliRunner, Result
 
-from openbook.client import Client, Tls
+from openbook.client import Client, Tls, cli_verbs, errors
 
 from .conftest import FakeServer
 
@@ -131,3 +132,28 @@ def test_a_file_may_be_named_by_a_str_as_well(tmp_path: Path) -> None:
         Tls(ca=absent).credentials()
     with pytest.raises(FileNotFoundError):
         Tls(certificate=absent, key=absent).credentials()
+
+
+def test_tls_checks_the_servers_certificate(fake: FakeServer, pairs: tuple[Made, Made]) -> None:
+    (certificate, _), _ = pairs
+    with Client(fake.address, token="t0ken", tls=Tls(ca=certificate)) as client:
+        assert client.models()
+    with Client(fake.address, tls=Tls()) as stranger, pytest.raises(errors.Unavailable):
+        stranger.models()
+
+
+def test_the_command_line_reaches_a_server_over_tls(
+    fake: FakeServer, pairs: tuple[Made, Made]
+) -> None:
+    (certificate, _), _ = pairs
+    shell = {"OPENBOOK_SERVER": fake.address, "OPENBOOK_TOKEN": "t0ken"}
+
+    def run(verb: str, ca: str) -> Result:
+        return CliRunner().invoke(cli_verbs.app, verb.split(), env={**shell, "OPENBOOK_TLS_CA": ca})
+
+    for verb in ("doctor", "contexts list", f"count {certificate}"):
+        assert run(verb, str(certificate)).exit_code == 0, run(verb, str(certificate)).output
+    for ca in ("", "system"):
+        assert "no server answers" in run("contexts list", ca).stderr
+    absent = run("contexts list", str(certificate.with_name("absent")))
+    assert (absent.exit_code, absent.stderr.count("\n")) == (2, 1)

@@ -128,60 +128,41 @@ class Ingests:
         that FAILED, or that another model stored, is read again.
         """
         try:
-            return await self._accept(
-                receiving,
-                layout=layout,
-                document_sha256=document_sha256,
+            context_id = self._naming.id_of(layout, document_sha256)
+            entry = await self._stored(context_id)
+            if entry is not None:
+                return entry
+            # No await from the last look at the catalog to the new entry: two callers at once must
+            # not both be the first.
+            self._check_room(caller)
+            self._opened.let_go(context_id)
+            created = Entry(
+                context_id,
+                self._model_name,
+                layout,
+                State.CREATING,
+                self._clock(),
                 display_name=display_name,
                 caller=caller,
-                ttl_s=ttl_s,
             )
+            self._catalog.put(created)
+            upload = Upload(
+                context_id=context_id,
+                layout=layout,
+                sha256=document_sha256.hex(),
+                bytes=receiving.bytes,
+                received_unix_s=created.created_unix_s,
+            )
+            self._storing += 1
+            try:
+                await self._store(receiving, upload, created, ttl_s)
+            finally:
+                self._storing -= 1
+            if self._catalog.find(context_id) is created:  # else deleted meanwhile
+                await self._queue.put(context_id)
+            return created
         finally:
             await asyncio.to_thread(receiving.discard)
-
-    async def _accept(
-        self,
-        receiving: Receiving,
-        *,
-        layout: str,
-        document_sha256: bytes,
-        display_name: str,
-        caller: str,
-        ttl_s: float | None,
-    ) -> Entry:
-        context_id = self._naming.id_of(layout, document_sha256)
-        entry = await self._stored(context_id)
-        if entry is not None:
-            return entry
-        # No await from the last look at the catalog to the new entry: two callers at once must not
-        # both be the first.
-        self._check_room(caller)
-        self._opened.let_go(context_id)
-        created = Entry(
-            context_id,
-            self._model_name,
-            layout,
-            State.CREATING,
-            self._clock(),
-            display_name=display_name,
-            caller=caller,
-        )
-        self._catalog.put(created)
-        upload = Upload(
-            context_id=context_id,
-            layout=layout,
-            sha256=document_sha256.hex(),
-            bytes=receiving.bytes,
-            received_unix_s=created.created_unix_s,
-        )
-        self._storing += 1
-        try:
-            await self._store(receiving, upload, created, ttl_s)
-        finally:
-            self._storing -= 1
-        if self._catalog.find(context_id) is created:  # else deleted meanwhile
-            await self._queue.put(context_id)
-        return created
 
     async def _store(
         self, receiving: Receiving, upload: Upload, created: Entry, ttl_s: float | None
@@ -192,9 +173,8 @@ class Ingests:
                 return
             try:
                 await asyncio.to_thread(self._bury, context_id)
-                if (
-                    ttl_s is not None
-                ):  # before the document: it must not be kept for ever by mistake
+                # Before the document, which must not be kept for ever by mistake.
+                if ttl_s is not None:
                     self._lives.set_ttl(context_id, ttl_s)
                     await asyncio.to_thread(self._lives.save, context_id)
                 await asyncio.to_thread(

@@ -17,9 +17,9 @@ from openbook.server.leases import LeaseKeeper
 from openbook.server.threads import in_thread, made
 from openbook.worker import Engine, OpenedContext
 
+DESCRIPTORS_KEPT = 48  # for calls, the reading of a document, Redis and the libraries
 # What a file is known by: name, inode, bytes, and when content and inode last changed. Whoever
 # changes a file changes its stamp, short of setting the machine's clock back.
-DESCRIPTORS_KEPT = 48  # for calls, the reading of a document, Redis and the libraries
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
