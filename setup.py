@@ -22,14 +22,23 @@ def kernel(name: str, header: str = "kernels.h") -> Extension:
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
         depends=[
-            f"{KERNELS}/{name}" for name in (header, "int8.h", "_head.pxd", "_candidates.pxd")
+            f"{KERNELS}/{name}"
+            for name in (
+                header,
+                "int8.h",
+                "codes.h",
+                "_head.pxd",
+                "_candidates.pxd",
+                "_estimate.pxd",
+            )
         ],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
-        extra_compile_args=COMPILE_ARGS + (ROUNDED if name in ("_search", "_build") else []),
+        extra_compile_args=COMPILE_ARGS
+        + (ROUNDED if name in ("_search", "_probe", "_build") else []),
     )
     extension.cython_directives = DIRECTIVES  # read by Cython's build_ext
     return extension
 
 
 GUARD = kernel("_guard", "guard.h")
-setup(ext_modules=[kernel("_attend"), kernel("_build"), GUARD, kernel("_search")])
+setup(ext_modules=[kernel(name) for name in ("_attend", "_build", "_probe", "_search")] + [GUARD])

@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--offset", type=int, default=0, help="characters to skip")
     parser.add_argument("--tokens", type=int, default=7400)
     parser.add_argument("--predict", type=int, default=512)
-    parser.add_argument("--plan", choices=["scan", "graph"])
+    parser.add_argument("--plan", choices=["clusters", "scan", "graph"])
     parser.add_argument("--model")
     parser.add_argument("--layout", default="completion")
     parser.add_argument("--kv-dtype", default="float16")
@@ -242,7 +242,10 @@ def main() -> None:
         next_tokens=arguments.predict,
     )
     settings = IngestSettings(
-        layout=arguments.layout, kv_dtype=arguments.kv_dtype, threads=arguments.threads
+        layout=arguments.layout,
+        kv_dtype=arguments.kv_dtype,
+        threads=arguments.threads,
+        plan=arguments.plan,
     )
     oracle = one_block(model, passage)
     with tempfile.TemporaryDirectory() as root:

@@ -206,7 +206,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--keys", type=int, default=Budget().keys)
-    parser.add_argument("--plan", choices=["scan", "graph"])
+    parser.add_argument("--plan", choices=["clusters", "scan", "graph"])
     parser.add_argument("--model")
     parser.add_argument("--layout", default="completion")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -228,7 +228,9 @@ def main() -> None:
         context_tokens=arguments.tokens,
         next_tokens=arguments.predict,
     )
-    settings = IngestSettings(layout=arguments.layout, threads=arguments.threads)
+    settings = IngestSettings(
+        layout=arguments.layout, threads=arguments.threads, plan=arguments.plan
+    )
     with tempfile.TemporaryDirectory() as root:
         path = read_passage(model, passage, Path(root), settings)
         context = OpenContexts(model, clock=time.monotonic).open(path, path.name)

@@ -174,7 +174,7 @@ def measure(model: Model, needle: Needle, *, plan: Any, threads: int) -> dict[st
     """Read the needle's document and ask for it in all ways."""
     passage = Passage(needle.document, np.empty(0, np.int32), np.empty(0, np.int32))
     with tempfile.TemporaryDirectory() as root:
-        settings = IngestSettings(LAYOUT, threads=threads)
+        settings = IngestSettings(LAYOUT, threads=threads, plan=plan)
         path = read_passage(model, passage, Path(root), settings)
         context = OpenContexts(model, clock=time.monotonic).open(path, path.name)
         assert context.token_count == needle.tokens, "planted with the same tokenizer"
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--offset", type=int, default=0, help="characters to skip")
     parser.add_argument("--lengths", default="2000,4000,7800", help="context tokens")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--plan", choices=["scan", "graph"], default="graph")
+    parser.add_argument("--plan", choices=["clusters", "scan", "graph"])
     parser.add_argument("--borders", action="store_true", help="also at the window's borders")
     parser.add_argument("--only-borders", action="store_true", help="with --borders, no depths")
     parser.add_argument("--model")

@@ -21,6 +21,7 @@ from shimmed import Shimmed
 from openbook.indexstore.dtypes import to_stored
 from openbook.indexstore.head import HeadIndex, HeadPlan
 from openbook.indexstore.layer import LayerRecords
+from openbook.indexstore.layout import code_sizes
 from openbook.indexstore.manifest import CHUNK_BYTES, ManifestFields, StageSeconds
 from openbook.indexstore.store import Draft, begin, publish
 
@@ -29,6 +30,9 @@ CONTEXT_ID = "0123456789abcdef0123456789abcdef"
 DEGREE = 8
 TRAIN = 5
 PROBES = 2
+
+
+PLAN = (HeadPlan("clusters", 200, reach=2.0), HeadPlan("graph", 64))
 
 
 class Maker:
@@ -55,7 +59,7 @@ class Maker:
             value_dim=24,
             kv_dtype="float16",
             scaling=(0.25, 0.5),
-            plan=((HeadPlan("scan", 0), HeadPlan("graph", 64)) if tokens > 640 else (),) * 2,
+            plan=(PLAN if tokens > 640 else (),) * 2,
             created_unix_s=1_700_000_000,
             model_parts=(("prompt_layout", "chat"), ("weights", "0" * 64)),
             stages_s=StageSeconds(tokenize=0.5, prefill=1.5, build=2.0, write=0.25),
@@ -66,7 +70,7 @@ class Maker:
     def head(self, rng: np.random.Generator, fields: ManifestFields) -> HeadIndex:
         """Return random arrays of the right shapes, every id in range: no index, but storable."""
         middle, d, dv = fields.middle_tokens, fields.head_dim, fields.value_dim
-        clusters = max(1, middle // 16)
+        clusters, sizes = max(1, middle // 16), code_sizes(middle, d)
         cluster_of = rng.integers(0, clusters, middle, dtype=np.uint32)
         return HeadIndex(
             keys=to_stored(rng.standard_normal((middle, d), np.float32), fields.kv_dtype),
@@ -81,6 +85,11 @@ class Maker:
             value_sums=rng.standard_normal((clusters, dv), np.float32),
             cluster_of=cluster_of,
             spreads=rng.random(clusters, np.float32),
+            members=np.argsort(cluster_of, kind="stable").astype(np.uint32),
+            codes=rng.integers(0, 256, (sizes["blocks"], sizes["rows"], 32), dtype=np.uint8),
+            codebook=rng.standard_normal((sizes["pairs"], 16, 2), np.float32),
+            code_basis=rng.standard_normal((sizes["directions"], d), np.float32),
+            code_spreads=rng.random(sizes["directions"], np.float32),
         )
 
     def layer(self, seed: int, fields: ManifestFields) -> LayerRecords:

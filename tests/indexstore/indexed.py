@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from conftest import Maker
-from heads import exact_top, prefill_queries, structured
+from heads import prefill_queries, structured
 
 from openbook.indexstore.attend import attend
 from openbook.indexstore.build import IndexParams, build_head
@@ -26,16 +26,16 @@ PROBES = 3
 
 
 class IndexedMaker(Maker):
-    """Makes contexts with real indexes: a graph per KV head and exact answers of the probes."""
+    """Makes contexts with real indexes, and exact answers of the probes."""
 
     train = 300
 
     def fields(self, tokens: int = 1640, **changes: Any) -> ManifestFields:
-        """Describe a context of `tokens` tokens, all of its heads walking their graphs."""
+        """Describe a context of `tokens` tokens, all of its heads searched by their clusters."""
         heads = changes.get("kv_heads", 2) if tokens > 640 else 0
         made = {
             "scaling": (SCALING, SCALING),
-            "plan": ((HeadPlan("graph", 64),) * heads,) * 2,
+            "plan": ((HeadPlan("clusters", 200, reach=2.5),) * heads,) * 2,
             "index_fingerprint": PARAMS.fingerprint(),
         }
         return super().fields(tokens, **{**made, **changes})
@@ -52,13 +52,12 @@ class IndexedMaker(Maker):
             values = to_stored(rng.standard_normal((m, dv), np.float32), fields.kv_dtype)
             train = prefill_queries(rng, to_float32(stored), self.train).astype(np.float16)
             wide = train.astype(np.float32)
-            top = exact_top(stored, wide, min(100, m))
-            heads.append(build_head(stored, values, wide, top, params=PARAMS))
+            heads.append(build_head(stored, values, wide, None, params=PARAMS))
             queries.append(train)
             asked = prefill_queries(rng, to_float32(stored), group * PROBES)
             probes.append(asked.reshape(group, PROBES, d))
         probe_queries = np.concatenate(probes)
-        plan = (HeadPlan("scan", 0),) * fields.kv_heads
+        plan = (HeadPlan("clusters", 0),) * fields.kv_heads
         (answer,) = attend([AttendRequest(tuple(heads), probe_queries, SCALING, EXACT, plan)])
         places = rng.integers(0, fields.token_count, (fields.kv_heads, self.train), dtype=np.int32)
         return replace(

@@ -27,8 +27,9 @@ from openbook.indexstore.store import open_context
 FILES = ["manifest.json", "tokens.mdb", "layer-000.mdb", "layer-001.mdb"]
 PAGE = 4096
 MIDDLE = 60  # keys of a context of 700 tokens
-IDS = {b"graph": MIDDLE * 8, b"entries": 4, b"cluster_of": MIDDLE}  # numbers in each record
-LIMITS = {b"graph": MIDDLE, b"entries": MIDDLE, b"cluster_of": 3}
+# Numbers in each record, and what they must be below.
+IDS = {b"graph": MIDDLE * 8, b"entries": 4, b"cluster_of": MIDDLE, b"members": MIDDLE}
+LIMITS = {b"graph": MIDDLE, b"entries": MIDDLE, b"cluster_of": 3, b"members": MIDDLE}
 
 Mutation = tuple[str, Callable[[Path], object]]
 

@@ -18,6 +18,7 @@ from openbook.indexstore.head import EXACT, AttendRequest, Budget, HeadIndex, He
 from openbook.indexstore.plan import QUEUE_NODES
 
 SCAN, GRAPH = HeadPlan("scan", QUEUE_NODES), HeadPlan("graph", QUEUE_NODES)
+CLUSTERS = HeadPlan("clusters", 200, reach=1.5)
 
 
 def request_of(heads: tuple[HeadIndex, ...], queries: Any, **changes: Any) -> AttendRequest:
@@ -72,7 +73,7 @@ def test_exact_is_the_same_for_any_rows_and_threads() -> None:
     assert np.array_equal(whole.lse[:, :64], alone.lse)
 
 
-@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 @pytest.mark.parametrize("estimate", [True, False])
 @pytest.mark.parametrize("keys", [0, 1, 10, 100])
 def test_keys_budget_equals_its_twin(plan: HeadPlan, estimate: bool, keys: int) -> None:
@@ -94,7 +95,7 @@ def test_keys_budget_equals_its_twin(plan: HeadPlan, estimate: bool, keys: int) 
 LIFTS = (0.0, 0.3, 1.0)
 
 
-@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 @pytest.mark.parametrize("keys", [0, 1, 10, 100])
 def test_lifted_estimate_equals_its_twin(plan: HeadPlan, keys: int) -> None:
     heads, queries = two_heads(900, 16)
@@ -226,7 +227,7 @@ def test_a_batch_equals_its_requests_alone_for_any_threads() -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf, np.inf])
-@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 def test_query_that_is_no_number_gives_no_number_that_looks_like_one(
     plan: HeadPlan, number: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from openbook.indexstore.clusters import cluster_keys, group_sums, query_metric
 from openbook.indexstore.dtypes import to_float32, to_stored
 from openbook.indexstore.graph import near_keys, reachable_keys
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
-from openbook.indexstore.plan import GRAPH_KEYS_MIN, force_plan, plan_head, tune_plan
+from openbook.indexstore.plan import force_plan, plan_head, tune_plan
 
-GRAPH, SCAN = HeadPlan("graph", 112), HeadPlan("scan", 112)
+GRAPH, SCAN, CLUSTERS = HeadPlan("graph", 112), HeadPlan("scan", 112), plan_head()
 
 
 def is_whole(head: HeadIndex) -> bool:
@@ -60,10 +61,11 @@ def test_clusters_partition_the_keys_and_their_sums_add_up() -> None:
     head = make_head(structured(np.random.default_rng(3), 700, 16))
     keys, values = to_float32(head.keys), to_float32(head.values)
     assert np.array_equal(np.bincount(head.cluster_of), head.counts)
-    np.testing.assert_allclose(head.value_sums.sum(axis=0), values.sum(axis=0), atol=1e-2)
+    sums = head.value_sums.astype(np.float32)
+    np.testing.assert_allclose(sums.sum(axis=0), values.sum(axis=0), atol=0.1)
     for c in range(len(head.counts)):
         mine = head.cluster_of == c
-        np.testing.assert_allclose(head.centroids[c], keys[mine].mean(axis=0), atol=1e-4)
+        np.testing.assert_allclose(head.centroids[c], keys[mine].mean(axis=0), atol=4e-3)
         assert head.cluster_of[head.entries[1 + c]] == c
 
 
@@ -73,7 +75,7 @@ def test_spreads_are_the_scores_own_spread() -> None:
     queries = prefill_queries(rng, keys, 500)
     stored = to_stored(keys, "float32")
     head = build_head(stored, stored, queries, exact_top(stored, queries, 50), params=IndexParams())
-    offsets = keys - head.centroids[head.cluster_of]
+    offsets = keys - to_float32(head.centroids)[head.cluster_of]
     squares = ((queries @ offsets.T) ** 2).mean(axis=0)  # (m,)
     expected = np.sqrt(np.bincount(head.cluster_of, squares) / head.counts)
     # The metric is shrunk a little towards an even one (16 of 516 parts).
@@ -140,11 +142,12 @@ def test_near_keys_equal_their_twin() -> None:
         assert np.array_equal(mine, twin)
 
 
-def test_plan_is_a_function_of_shape() -> None:
-    assert plan_head(GRAPH_KEYS_MIN - 1).kind == "scan"
-    assert plan_head(GRAPH_KEYS_MIN).kind == "graph"
-    forced = force_plan((plan_head(10), plan_head(10**6)), "graph")
-    assert {head.kind for head in forced} == {"graph"}
+def test_forced_plan_keeps_what_was_tuned_and_the_lift() -> None:
+    tuned = (HeadPlan("graph", 77, (0.5,)), HeadPlan("clusters", 300, (0.25,), 1.5))
+    forced = force_plan(tuned, "graph")
+    assert forced == (tuned[0], replace(plan_head("graph"), lift=(0.25,)))
+    assert force_plan(tuned, "clusters")[1] == tuned[1]
+    assert plan_head().kind == "clusters"
 
 
 @pytest.mark.parametrize("field", ["degree", "keys_per_cluster", "clusters_max"])
@@ -167,17 +170,15 @@ def test_case_b18_uneven_norms_stay_reachable() -> None:
     assert is_whole(head)
     queries = rng.standard_normal((50, 64)).astype(np.float32)
     found, scored = recall(head, queries, GRAPH)
-    # Unstructured keys are the hard case: the graph alone, or the plan's own fall-back to a scan.
-    tuning = rng.standard_normal((1, 8, 64)).astype(np.float32)
-    (plan,) = tune_plan(
-        (plan_head(20_000),), (head,), tuning, exact_top(head.keys, tuning[0], 100)[None]
-    )
+    # Unstructured keys are the hard case of a graph.
+    tuning = rng.standard_normal((1, 32, 64)).astype(np.float32)
+    (plan,) = tune_plan((plan_head(),), (head,), tuning, exact_top(head.keys, tuning[0], 100)[None])
     planned, _ = recall(head, queries, plan)
     assert planned >= 0.95
     assert found >= 0.6 and scored < 1
 
 
-@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 def test_case_b19_identical_keys(plan: HeadPlan) -> None:
     rng = np.random.default_rng(19)
     distinct = structured(rng, 10_000, 32)
@@ -192,7 +193,7 @@ def test_case_b19_identical_keys(plan: HeadPlan) -> None:
     towards = (repeated[0] - repeated.mean(axis=0))[None]
     assert recall(head, towards, plan)[0] == 1.0
     others = prefill_queries(rng, repeated[5_000:], 20)
-    assert recall(head, others, plan)[0] >= (0.99 if plan is SCAN else 0.85)
+    assert recall(head, others, plan)[0] >= (0.85 if plan is GRAPH else 0.97)
 
 
 @pytest.mark.parametrize("train", [0, 1, 2, 10])

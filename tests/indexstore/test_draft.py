@@ -106,7 +106,7 @@ def test_seal_refuses_fields_that_are_not_the_files(maker: Any, changes: Any) ->
             draft.seal(replace(fields, **changes))
 
 
-@pytest.mark.parametrize("name", ["graph", "entries", "cluster_of"])
+@pytest.mark.parametrize("name", ["graph", "entries", "cluster_of", "members"])
 def test_id_out_of_range_is_never_written(maker: Any, name: str) -> None:
     records = maker.layer(0, maker.fields())
     ids = getattr(records.heads[1], name).copy()

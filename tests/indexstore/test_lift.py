@@ -24,6 +24,7 @@ DATA = Path(__file__).parent.parent / "data"
 GROUP = 3
 SHARPNESS = 0.25  # of the queries: attention is spread over many keys, as in a diffuse head
 SCAN, GRAPH = HeadPlan("scan", 128), HeadPlan("graph", 128)
+CLUSTERS = HeadPlan("clusters", 200, reach=2.0)
 
 
 def answered(head: HeadIndex, queries: Any, budget: Budget, plan: HeadPlan) -> Any:
@@ -55,7 +56,7 @@ def mass_error(head: HeadIndex, queries: Any, budget: Budget, plan: HeadPlan) ->
     return float(np.mean(errors))
 
 
-@pytest.mark.parametrize("plan", [SCAN, GRAPH])
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 @pytest.mark.parametrize("keys", [32, 400])
 def test_lifted_estimate_weighs_what_was_not_read(plan: HeadPlan, keys: int) -> None:
     rows = structured(np.random.default_rng(1), 3000, 32)
@@ -81,7 +82,7 @@ def test_mean_of_a_cluster_s_rest_is_that_of_its_keys_not_read() -> None:
         members = unread[head.cluster_of[unread] == cluster]
         assert left[cluster] == len(members)
         expected = scores[:, members].mean(axis=1) if len(members) else np.full(GROUP, -np.inf)
-        np.testing.assert_allclose(means[:, cluster], expected, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(means[:, cluster], expected, rtol=1e-3, atol=0.05)
 
 
 def test_head_of_few_keys_takes_the_usual_lift() -> None:

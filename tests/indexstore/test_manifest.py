@@ -49,11 +49,11 @@ def test_summary_is_the_manifest_without_its_files(raw: bytes) -> None:
 
 
 def test_lift_is_written_only_where_there_is_one(maker: Any) -> None:
-    heads = (HeadPlan("scan", 0, (0.0, 0.25)), HeadPlan("graph", 64))
+    heads = (HeadPlan("clusters", 200, (0.0, 0.25), 1.75), HeadPlan("graph", 64))
     with maker.draft(maker.fields(plan=(heads, heads))) as draft:
         raw = (draft.path / "manifest.json").read_bytes()
     assert json.loads(raw)["fields"]["plan"][0] == [
-        {"kind": "scan", "lift": [0.0, 0.25], "queue": 0},
+        {"kind": "clusters", "lift": [0.0, 0.25], "queue": 200, "reach": 1.75},
         {"kind": "graph", "queue": 64},
     ]
     assert decode(raw).plan == (heads, heads) and encode(decode(raw)) == raw
@@ -143,6 +143,10 @@ def test_hostile_number_is_refused(raw: bytes, forger: Any, name: str, value: An
         set_field("plan", [[{"kind": "guess", "queue": 0}] * 2] * 2),
         set_field("plan", [[{"kind": "scan", "queue": -1}] * 2] * 2),
         set_field("plan", [[{"kind": "scan"}] * 2] * 2),
+        set_field("plan", [[{"kind": "scan", "queue": 0, "reach": 1.0}] * 2] * 2),
+        set_field("plan", [[{"kind": "clusters", "queue": 200}] * 2] * 2),
+        set_field("plan", [[{"kind": "clusters", "queue": 200, "reach": -0.5}] * 2] * 2),
+        set_field("plan", [[{"kind": "clusters", "queue": 200, "reach": 1}] * 2] * 2),
         *(
             set_field("plan", [[{"kind": "scan", "lift": lift, "queue": 0}] * 2] * 2)
             for lift in LIFTS

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("_attend", "_build", "_search")
+NAMES = ("_attend", "_build", "_probe", "_search")
 PLUGIN = """
 import importlib.machinery, importlib.util, sys
 import openbook.indexstore
@@ -54,7 +54,7 @@ def test_without_avx_the_kernels_pass_their_tests(tmp_path: Path) -> None:
         assert "%xmm" in code and "%ymm" not in code and "%zmm" not in code, name
     plugin = PLUGIN.format(names=NAMES, folder=str(folder), suffix=suffix)
     (tmp_path / "portable_kernels.py").write_text(plugin)
-    tests = [f"tests/indexstore/test_{name}.py" for name in ("attend", "build", "dtypes")]
+    tests = [f"tests/indexstore/test_{name}.py" for name in ("attend", "build", "codes", "dtypes")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "portable_kernels", "-m", "not slow", *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from openbook.indexstore.errors import (
 )
 from openbook.indexstore.head import Budget, HeadPlan
 from openbook.indexstore.layer import layer_arrays
+from openbook.indexstore.layout import FORMAT_VERSION
 from openbook.indexstore.reindex import exact_neighbours, reindex
 from openbook.indexstore.store import (
     StoredContext,
@@ -38,6 +40,7 @@ from openbook.indexstore.store import (
 )
 from openbook.indexstore.verify import verify_context
 
+PLAN = HeadPlan("clusters", 40, reach=2.0)
 OTHER = IndexParams(degree=16, keys_per_cluster=24, seed=5)
 
 
@@ -60,7 +63,7 @@ def recall(context: StoredContext) -> float:
     for layer in range(2):
         for head in context.layer(layer).heads:
             for query in prefill_queries(rng, to_float32(head.keys), 20):
-                result = search(head, query[None], Budget(keys=20), HeadPlan("graph", 64))
+                result = search(head, query[None], Budget(keys=20), PLAN)
                 found.append(tie_aware_recall(head.keys, query, result.top[0], 20))
     return float(np.mean(found))
 
@@ -82,22 +85,23 @@ def test_reindexed_context_is_the_same_with_another_index(indexed: Path, tmp_pat
     changed = {"index_fingerprint", "stages_s", "files", "bytes_total", "plan"}
     for field in dataclasses.fields(old):
         same = getattr(old, field.name) == getattr(new, field.name)
-        assert same is (field.name not in changed), field.name
+        assert same or field.name in changed, field.name
     assert new.index_fingerprint == OTHER.fingerprint()
     for heads, old_heads in zip(new.plan, old.plan, strict=True):
-        assert tuple(dataclasses.replace(head, lift=()) for head in heads) == old_heads
+        assert [head.kind for head in heads] == [head.kind for head in old_heads]
         assert all(len(head.lift) == 2 and 0 < min(head.lift) for head in heads)
     assert read_manifest(indexed) == new
     with open_it(indexed) as reader:
         np.testing.assert_array_equal(reader.token_ids, ids)
         rebuilt = set()
         for layer in range(2):
-            assert reader.layer(layer).heads[0].graph.shape == (1000, 16)
+            assert len(reader.layer(layer).heads[0].counts) <= 1000 // 24 + 1
             for kind, head, array in layer_arrays(reader.layer(layer)):
                 if array.tobytes() != kept[layer, kind, head]:
                     rebuilt.add(kind.label)
         assert rebuilt <= {
-            "graph", "entries", "centroids", "counts", "value_sums", "cluster_of", "spreads",
+            "centroids", "counts", "value_sums", "cluster_of", "spreads",
+            "members", "codes", "codebook", "code_basis", "code_spreads",
         }  # fmt: skip
         after = recall(reader)
     assert verify_context(indexed).probes_checked == 24
@@ -126,16 +130,21 @@ def test_neighbours_are_the_exact_best(monkeypatch: pytest.MonkeyPatch, m: int) 
     np.testing.assert_array_equal(exact_neighbours(keys, queries, k), exact_top(keys, queries, k))
 
 
-def test_caller_may_find_the_neighbours(indexed: Path, tmp_path: Path) -> None:
-    shapes = []
-
-    def find(keys: Any, queries: Any, k: int) -> Any:
-        shapes.append((keys.shape, queries.shape, k))
-        return exact_neighbours(keys, queries, k)
-
+def test_context_of_the_first_format_becomes_one_of_the_newest(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parent.parent / "data" / "golden-v1.tar.gz") as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    old = tmp_path / "old" / "golden-v1"
     with begin(tmp_path) as draft:
-        reindex(indexed, draft, PARAMS, neighbours=find)
-    assert shapes == [((1000, 16), (300, 16), 100)] * 4
+        new = reindex(old, draft, PARAMS)
+        publish(draft, tmp_path / "new")
+    assert (read_manifest(old).format_version, new.format_version) == (1, FORMAT_VERSION)
+    assert {head.kind for layer in new.plan for head in layer} == {"clusters"}
+    for path in (old, tmp_path / "new"):
+        assert verify_context(path).probes_checked == 12
+    with open_it(old) as before, open_it(tmp_path / "new") as after:
+        for layer in range(2):
+            for one, two in zip(before.layer(layer).heads, after.layer(layer).heads, strict=True):
+                assert np.array_equal(one.keys, two.keys) and np.array_equal(one.values, two.values)
 
 
 def test_cancelled_reindex_leaves_the_old_one(indexed: Path, tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ def test_another_models_context_is_refused_by_name(context: Path) -> None:
 
 
 def test_newer_format_is_refused_before_the_rest(context: Path, forger: Any) -> None:
-    forger.manifest(context, lambda whole: whole["fields"].update(format_version=2, news="x"))
-    with pytest.raises(FormatUnsupported, match="format 2 .* reads 1 to 1"):
+    forger.manifest(context, lambda whole: whole["fields"].update(format_version=3, news="x"))
+    with pytest.raises(FormatUnsupported, match="format 3 .* reads 1 to 2"):
         open_it(context)
 
 
@@ -250,7 +250,7 @@ def test_missing_and_superfluous_records_are_found(context: Path, forger: Any) -
         records[b"keys/099"] = records[b"keys/000"]
 
     forger.records(context, FILES[2], add)
-    with pytest.raises(ShardCorrupt, match=r"32 records"):
+    with pytest.raises(ShardCorrupt, match=r"42 records"):
         open_it(context)
 
 
@@ -274,6 +274,9 @@ def set_last_u32(key: bytes, count: int, number: int) -> Callable[[dict[bytes, b
         (b"cluster_of/000", 60, 3, "head 0: cluster_of holds id 3 of 3"),
         (b"cluster_of/000", 60, 2**31, "head 0: cluster_of"),
         (b"counts/001", 3, 1000, "head 1: counts differ"),
+        (b"members/001", 60, 60, "head 1: members holds id 60 of 60"),
+        (b"codebook/000", 8 * 16 * 2, 0x7FC00000, "head 0: codebook holds a number that is not"),
+        (b"code_spreads/000", 16, 0x7F800000, "head 0: code_spreads holds a number that is not"),
     ],
 )
 def test_forged_ids_are_refused_though_all_digests_match(

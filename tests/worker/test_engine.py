@@ -51,7 +51,7 @@ def test_receipt_counts_what_was_read(engine: Engine, context: OpenedContext) ->
     assert 20 <= receipt.keys_read <= 60  # a union of three query heads
     assert 0 < receipt.centroids_scored < receipt.keys_scored <= 260 / 900
     assert 0 < receipt.mass_estimated < 1
-    assert receipt.budget == "keys=20+estimate" and receipt.plan == "scan"
+    assert receipt.budget == "keys=20+estimate" and receipt.plan == "clusters"
     assert all_of_it.keys_read == 260 and all_of_it.mass_estimated == 0
     assert all_of_it.budget == "exact" and all_of_it.keys_scored == pytest.approx(260 / 900)
     assert receipt.bytes_mapped > 0

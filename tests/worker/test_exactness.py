@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -245,18 +245,18 @@ def test_case_b19_a_document_that_repeats_itself(
     opened: Opened,
 ) -> None:
     model = tiny_model("llama", 9, 3)
-    context = opened(model, read_context(model, document))
+    context = opened(model, read_context(model, document, plan="graph"))
     assert context.token_count > 1000
     for head in (head for layer in context.heads for head in layer):
         assert reachable_keys(head.graph, int(head.entries[0])) == head.middle_tokens
     prompt = [*_context_ids(model, document), *QUESTION.tolist()]
     oracle = ask_oracle(tiny_directory("llama", 9, 3), prompt, 12)
     assert_same(our_logits(model, context, QUESTION, oracle.ids), oracle)
-    graph, scan = (
+    one, *others = (
         our_logits(model, context, QUESTION, oracle.ids, budget=Budget(), plan=plan)
-        for plan in ("graph", "scan")
-    )
-    assert float((graph - scan).abs().max()) < 0.02
+        for plan in get_args(PlanKind)
+    )  # of keys that are nearly the same, each search may choose others
+    assert all(float((other - one).abs().max()) < 0.1 for other in others)
 
 
 def test_case_b09_question_as_one_block_or_token_by_token(
@@ -388,7 +388,7 @@ def test_case_b10_every_part_maps_query_heads_alike(
         1000,
         Window(1000, [pinned], [shown], [640]),
         (indexes,),
-        (tuple(plan_head(360) for _ in indexes),),
+        (tuple(plan_head() for _ in indexes),),
     )
     sequences = [Sequence(model, fake, budget=budget) for _ in range(2)]
     retrieval = Retrieval(threads=1)

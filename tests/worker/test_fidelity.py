@@ -13,7 +13,6 @@ import torch
 
 from openbook.indexstore.attend import attend
 from openbook.indexstore.head import EXACT, AttendRequest, Budget
-from openbook.indexstore.plan import force_plan
 from openbook.worker.attention import NAME
 from openbook.worker.decode import Runner, Sequence
 from openbook.worker.models import Model
@@ -66,11 +65,7 @@ def test_the_estimate_is_worth_more_than_dropping_the_rest(
     assert document_tokens(smollm2, document, LAYOUT).ids.tolist() == whole.ids[:cut].tolist()
     context = opened(smollm2, read_context(smollm2, document, kv_dtype="float16"))
     budgets = [Budget(), Budget(estimate=False), Budget(keys=0, estimate=False)]
-    plans = ["graph", None, None]
-    sequences = [
-        Sequence(smollm2, context, budget=budget, plan=plan)  # type: ignore[arg-type]
-        for budget, plan in zip(budgets, plans, strict=True)
-    ]
+    sequences = [Sequence(smollm2, context, budget=budget) for budget in budgets]
     runner = Runner(smollm2, Retrieval(threads=2), clock=time.monotonic)
     oracle = full_log_probabilities(smollm2, whole.ids, predict)
     kl, agreed = np.zeros(3), np.zeros(3)
@@ -98,7 +93,7 @@ def test_case_b07_a_fact_is_found_wherever_it_stands(
     question = question_tokens(smollm2, FACT, "", LAYOUT)
     answer = question_tokens(smollm2, FACT, " 71432", LAYOUT)[len(question) :]
     runner = Runner(smollm2, Retrieval(threads=2), clock=time.monotonic)
-    sequence = Sequence(smollm2, context, budget=Budget(), plan="graph")
+    sequence = Sequence(smollm2, context, budget=Budget())
     logits = runner.run_block(sequence, question, is_last=True)
     assert logits is not None
     rows = [logits, *(runner.run_tokens([sequence], [t])[0] for t in answer[:-1].tolist())]
@@ -126,7 +121,7 @@ def planted(model: Model, at: int, tokens: int) -> bytes:
 
 
 def found_share(context: OpenedContext, at: int) -> float:
-    """Return how often a position in an exact top 100 is in the graph's, over all stored probes.
+    """Return how often a position in an exact top 100 is found, over all stored probes.
 
     Counted are the positions around `at` that lie in the middle, so that a border off by one shows.
     """
@@ -137,15 +132,13 @@ def found_share(context: OpenedContext, at: int) -> float:
         for probe in range(layer.probe_queries.shape[1]):
             queries = np.ascontiguousarray(layer.probe_queries[:, probe : probe + 1])
             scaling, heads = context.manifest.scaling[number], layer.heads
-            every, graph = attend(
+            every, found_by_plan = attend(
                 [
-                    AttendRequest(heads, queries, scaling, EXACT, plan, evidence=True),
-                    AttendRequest(
-                        heads, queries, scaling, Budget(), force_plan(plan, "graph"), evidence=True
-                    ),
+                    AttendRequest(heads, queries, scaling, budget, plan, evidence=True)
+                    for budget in (EXACT, Budget())
                 ]
             )
-            for ids, logits, got in zip(every.ids, every.logits, graph.ids, strict=True):
+            for ids, logits, got in zip(every.ids, every.logits, found_by_plan.ids, strict=True):
                 best = ids[np.argsort(-logits)[:100]]
                 near = best[np.abs(best + 128 - at) <= 20]
                 wanted += len(near)

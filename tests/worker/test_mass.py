@@ -64,7 +64,7 @@ def test_probes_are_spread_and_train_nothing(token_count: int, count: int) -> No
         assert positions[0] < 0.5 * token_count and positions[3] > 0.85 * token_count
 
 
-@pytest.mark.parametrize("plan", ["scan", "graph"])
+@pytest.mark.parametrize("plan", ["clusters", "graph"])
 def test_receipt_of_a_tiny_model_is_what_the_audit_says(
     plan: str,
     tiny_model: Callable[..., Model],

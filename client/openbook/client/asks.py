@@ -24,9 +24,13 @@ class Keys:
 
 
 Budget = Literal["exact"] | Keys | int
-Plan = Literal["scan", "graph"]
+Plan = Literal["clusters", "scan", "graph"]
 
-_PLANS: dict[Plan, pb.Plan] = {"scan": pb.PLAN_SCAN, "graph": pb.PLAN_GRAPH}
+_PLANS: dict[Plan, pb.Plan] = {
+    "clusters": pb.PLAN_CLUSTERS,
+    "scan": pb.PLAN_SCAN,
+    "graph": pb.PLAN_GRAPH,
+}
 
 
 def ask_request(
@@ -52,7 +56,7 @@ def ask_request(
     if size > QUESTION_BYTES_MAX:
         raise ValueError(f"the question is {size} bytes; at most {QUESTION_BYTES_MAX} are sent")
     if plan is not None and plan not in _PLANS:
-        raise ValueError("plan must be 'scan', 'graph' or None")
+        raise ValueError("plan must be 'clusters', 'scan', 'graph' or None")
     request = pb.AskRequest(
         context=name,
         question=question,

@@ -241,3 +241,32 @@ def reachable(const uint32_t[:, ::1] graph, uint32_t entry):
     with nogil:
         count = _flood(graph, entry, &reached[0], &found[0], 0)
     return count
+
+
+def encode(const float[:, ::1] points, const float[:, :, ::1] codebook):
+    """Code points (m, 2 p) by the nearest codewords of `codebook` (p, 16, 2), the lower on a tie.
+
+    Returns blocks of sixteen points, (⌈m / 16⌉, ⌈p / 4⌉, 32): see codes.h.
+    """
+    cdef int64_t m = points.shape[0], pairs = codebook.shape[0], i, j, c, best, row, half
+    cdef uint8_t[:, :, ::1] codes = np.zeros(((m + 15) // 16, (pairs + 3) // 4, 32), np.uint8)
+    cdef float[:, :, ::1] words = np.empty((pairs, 3, 16), np.float32)
+    cdef float affinity[16]
+    cdef float x, y
+    with nogil:
+        for j in range(pairs):
+            for c in range(16):
+                x, y = codebook[j, c, 0], codebook[j, c, 1]
+                words[j, 0, c], words[j, 1, c], words[j, 2, c] = x, y, (x * x + y * y) / 2
+        for i in range(m):
+            for j in range(pairs):
+                x, y = points[i, 2 * j], points[i, 2 * j + 1]
+                for c in range(16):
+                    affinity[c] = x * words[j, 0, c] + y * words[j, 1, c] - words[j, 2, c]
+                best = 0
+                for c in range(1, 16):
+                    if affinity[c] > affinity[best]:
+                        best = c
+                row, half = j // 4, j % 4
+                codes[i // 16, row, i % 16 + 16 * (half % 2)] |= <uint8_t>(best << 4 * (half // 2))
+    return np.asarray(codes)

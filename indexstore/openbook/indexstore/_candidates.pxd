@@ -1,7 +1,18 @@
-"""A candidate of a search: a score and an id in one number that sorts as both should."""
+"""The candidates of a search, each a score and an id in one number that sorts as both should.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.string cimport memcpy, memmove
+All searches end alike: the union of what their query heads found, scored exactly, and each one's
+best of it.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memmove, memset
+
+cdef extern from "kernels.h" nogil:
+    int64_t ob_lowest_bit(uint64_t word)
+
+cdef extern from "int8.h" nogil:
+    void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
+    void ob_sort(int64_t *numbers, int64_t count)
 
 
 cdef inline int64_t pack(int32_t score, uint32_t key) noexcept nogil:
@@ -39,3 +50,77 @@ cdef inline void insert(int64_t packed, int64_t *row, int64_t *size, int64_t *cu
     row[low] = packed
     if low < cursor[0]:
         cursor[0] = low
+
+
+cdef struct Found:
+    # What a search leaves behind: per query head its best packed candidates, at most `capacity`.
+    # A walk keeps them best first; the other searches in any order, with room for more meanwhile.
+    int64_t capacity
+    int64_t room
+    int64_t *packed  # (group, room)
+    int64_t *sizes  # (group,)
+    int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded
+    int32_t *bars  # (group,) of the others: no key below it is among the best
+    int64_t scored
+
+
+cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
+    # Drop all but the best candidates of a query head, and raise its bar to the worst of them.
+    cdef int64_t j
+    cdef int64_t *row = found.packed + g * found.room
+    if found.sizes[g] > found.capacity:
+        ob_keep_largest(row, found.sizes[g], found.capacity)
+        found.sizes[g] = found.capacity
+    if found.sizes[g] == found.capacity > 0:
+        found.bars[g] = <int32_t>(row[0] >> 32)
+        for j in range(1, found.capacity):
+            found.bars[g] = min(found.bars[g], <int32_t>(row[j] >> 32))
+
+
+cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int64_t bytes_,
+                             uint32_t *ids) noexcept nogil:
+    # The distinct candidates of all query heads, in the order of their ids.
+    cdef int64_t g, i, byte, count = 0
+    cdef uint64_t word
+    cdef uint32_t key
+    memset(visited, 0, bytes_ + 7)  # whole words are read; the array ends seven bytes later
+    for g in range(group):
+        for i in range(found.sizes[g]):
+            key = key_of(found.packed[g * found.room + i])
+            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
+    for byte in range(0, bytes_, 8):
+        memcpy(&word, visited + byte, 8)
+        while word:
+            ids[count] = <uint32_t>(byte * 8 + ob_lowest_bit(word))
+            count += 1
+            word &= word - 1
+    return count
+
+
+cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits, int64_t stride,
+                           uint32_t *pool, int64_t pool_size, uint32_t *top, uint8_t *visited,
+                           int64_t bytes_) noexcept nogil:
+    # Each query head's best k of the pool by exact logit, best first; then the pool shrinks to
+    # their union. A row of `found` has room for the pool.
+    cdef int64_t g, i, kept = 0
+    cdef int64_t *row
+    cdef uint32_t key
+    memset(visited, 0, bytes_)
+    for g in range(group):
+        row = found.packed + g * found.room
+        for i in range(pool_size):
+            row[i] = pack(ordered(logits[g * stride + i]), pool[i])
+        ob_keep_largest(row, pool_size, k)
+        ob_sort(row, k)
+        for i in range(k):
+            key = key_of(row[i])
+            top[g * k + i] = key
+            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
+    for i in range(pool_size):
+        key = pool[i]
+        if visited[key >> 3] & (1 << (key & 7)):
+            pool[kept] = key
+            for g in range(group):
+                logits[g * stride + kept] = logits[g * stride + i]
+            kept += 1
+    return kept

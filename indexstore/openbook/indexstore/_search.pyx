@@ -7,10 +7,11 @@ NumPy twin is reference.find.
 
 cimport numpy as cnp
 from libc.math cimport INFINITY, fabs
-from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t
 
-from openbook.indexstore._candidates cimport insert, key_of, ordered, pack
+from openbook.indexstore._candidates cimport (
+    Found, choose, insert, keep_best, key_of, ordered, pack, union_of,
+)
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
@@ -25,11 +26,9 @@ cdef extern from "kernels.h" nogil:
     int64_t ob_reaching(int level, const int32_t *scores, int64_t count, int32_t bar,
                         uint32_t *places)
     void ob_prefetch(const void *address)
-    int64_t ob_lowest_bit(uint64_t word)
     void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
                    int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
                    float *logits, int64_t stride)
-    void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
 
 cdef extern from "math.h" nogil:
     long lrintf(float value)
@@ -39,18 +38,6 @@ cdef int LEVEL = ob_best_level()
 cdef enum:
     SCAN_BLOCK = 256  # keys scored at a time by the scan: their scores stay in L1
     SPARE = 4  # an int8 score is off by its rounding: one more candidate re-scored per 4 wanted
-
-
-cdef struct Found:
-    # What a search leaves behind: per query head its best packed candidates, at most `capacity`.
-    # A walk keeps them best first; a scan in any order, with room for more until it ends.
-    int64_t capacity
-    int64_t room
-    int64_t *packed  # (group, room)
-    int64_t *sizes  # (group,)
-    int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded
-    int32_t *bars  # (group,) of a scan: no key below it is among the best
-    int64_t scored
 
 
 cdef void _quantise(const float *queries, int64_t group, Head *head, int16_t *out,
@@ -93,16 +80,14 @@ cdef void _offer(const int32_t *scores, int64_t stride, int64_t group, const uin
 cdef void _collect(const int32_t *scores, int64_t first, int64_t count, uint32_t *places,
                    Found *found, int64_t g) noexcept nogil:
     # Gather what reaches the bar; whenever the room is full, keep the best and raise the bar.
-    cdef int64_t i, j, n, size = found.sizes[g]
+    cdef int64_t i, n, size = found.sizes[g]
     cdef int64_t *row = found.packed + g * found.room
     n = ob_reaching(LEVEL, scores, count, found.bars[g], places)
     for i in range(n):
         if size == found.room:
-            ob_keep_largest(row, size, found.capacity)
-            size = found.capacity
-            found.bars[g] = <int32_t>(row[0] >> 32)
-            for j in range(1, size):
-                found.bars[g] = min(found.bars[g], <int32_t>(row[j] >> 32))
+            found.sizes[g] = size
+            keep_best(found, g)
+            size = found.sizes[g]
         row[size] = pack(scores[places[i]], <uint32_t>(first + places[i]))
         size += 1
     found.sizes[g] = size
@@ -123,9 +108,7 @@ cdef void _scan(const int16_t *queries, int64_t group, Head *head, int32_t *scor
             _collect(scores + g * SCAN_BLOCK, first, count, places, found, g)
         first += count
     for g in range(group):
-        if found.sizes[g] > found.capacity:
-            ob_keep_largest(found.packed + g * found.room, found.sizes[g], found.capacity)
-            found.sizes[g] = found.capacity
+        keep_best(found, g)
     found.scored = head.m
 
 
@@ -244,54 +227,6 @@ cdef int64_t _seed(const float *centroid_logits, int64_t group, int64_t seeds_pe
     return count
 
 
-cdef int64_t _union(Found *found, int64_t group, uint8_t *visited, int64_t bytes_,
-                    uint32_t *ids) noexcept nogil:
-    # The distinct candidates of all query heads, in the order of their ids.
-    cdef int64_t g, i, byte, count = 0
-    cdef uint64_t word
-    cdef uint32_t key
-    memset(visited, 0, bytes_ + 7)  # whole words are read; the array ends seven bytes later
-    for g in range(group):
-        for i in range(found.sizes[g]):
-            key = key_of(found.packed[g * found.room + i])
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-    for byte in range(0, bytes_, 8):
-        memcpy(&word, visited + byte, 8)
-        while word:
-            ids[count] = <uint32_t>(byte * 8 + ob_lowest_bit(word))
-            count += 1
-            word &= word - 1
-    return count
-
-
-cdef int64_t _choose(Found *found, int64_t group, int64_t k, float *logits, int64_t stride,
-                     uint32_t *pool, int64_t pool_size, uint32_t *top, uint8_t *visited,
-                     int64_t bytes_) noexcept nogil:
-    # Each query head's best k of the pool by exact logit; then the pool shrinks to their union.
-    cdef int64_t g, i, kept = 0
-    cdef int64_t *row
-    cdef uint32_t key
-    memset(visited, 0, bytes_)
-    for g in range(group):
-        row = found.packed + g * found.room
-        found.sizes[g] = 0
-        for i in range(pool_size):
-            insert(pack(ordered(logits[g * stride + i]), pool[i]), row, found.sizes + g,
-                    found.cursors + g, k)
-        for i in range(k):
-            key = key_of(row[i])
-            top[g * k + i] = key
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
-    for i in range(pool_size):
-        key = pool[i]
-        if visited[key >> 3] & (1 << (key & 7)):
-            pool[kept] = key
-            for g in range(group):
-                logits[g * stride + kept] = logits[g * stride + i]
-            kept += 1
-    return kept
-
-
 def levels():
     """Name the ways to score int8 keys that this processor has, the slowest first."""
     return ("portable", "avx2", "avx512")[:LEVEL + 1]
@@ -339,7 +274,7 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef uint32_t[::1] places = np.empty(width + 8, np.uint32)
     cdef int32_t[::1] bars = np.empty(group, np.int32)
     cdef uint8_t[::1] visited = np.zeros(bytes_ + 8, np.uint8)
-    cdef int64_t room = capacity if walk else 2 * capacity
+    cdef int64_t room = max(stride, 2 * capacity)  # `choose` needs as much as the pool
     cdef int64_t[::1] packed = np.zeros(group * (room + 2) + width, np.int64)
     cdef Found found
     found.capacity, found.room, found.scored = capacity, room, 0
@@ -347,8 +282,8 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     found.cursors, found.bars = found.sizes + group, &bars[0]
     with nogil:
         if clusters > 0:
-            ob_logits(LEVEL, &queries[0, 0], group, head.centroids, 2, head.d, NULL, clusters,
-                      scaling, &row[0], &centroid_logits[0], clusters)
+            ob_logits(LEVEL, &queries[0, 0], group, head.centroids, head.centroid_dtype, head.d,
+                      NULL, clusters, scaling, &row[0], &centroid_logits[0], clusters)
         if k > 0:
             _quantise(&queries[0, 0], group, &head, &quantised[0, 0], inverses)
             if walk:
@@ -361,12 +296,12 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
                       inverses + group, &found)
             else:
                 _scan(&quantised[0, 0], group, &head, &scores[0, 0], &places[0], &found)
-            pool_size = _union(&found, group, &visited[0], bytes_, &pool[0])
+            pool_size = union_of(&found, group, &visited[0], bytes_, &pool[0])
             ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0],
                       pool_size, scaling, &row[0], &logits[0, 0], stride)
             k = min(k, pool_size)
-            read_count = _choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,
-                                 &top[0, 0], &visited[0], bytes_)
+            read_count = choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,
+                                &top[0, 0], &visited[0], bytes_)
     return (np.asarray(top).reshape(-1)[:group * k].reshape(group, k),
             np.asarray(pool)[:read_count],
             np.ascontiguousarray(np.asarray(logits)[:, :read_count]),

@@ -1,4 +1,4 @@
-"""Build one KV head's index: int8 keys, clusters of the estimate, the query-aware graph.
+"""Build one KV head's index: clusters, codes of its keys and, if asked for, the graph.
 
 Owns the order of the steps and the checks. Arrays in, arrays out: the exact neighbours of the
 training queries come from the caller (worker/capture.py), who has the model's device.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from openbook.indexstore.clusters import Clusters, cluster_keys, group_sums, query_metric
-from openbook.indexstore.dtypes import to_float32
+from openbook.indexstore.codes import code_keys
+from openbook.indexstore.dtypes import fits, to_float32, to_stored
 from openbook.indexstore.graph import build_graph
 from openbook.indexstore.head import HeadIndex, Stored
 
@@ -23,7 +25,7 @@ from openbook.indexstore.head import HeadIndex, Stored
 class IndexParams:
     """What decides an index besides its data; part of the index fingerprint."""
 
-    kind: str = "query-graph"
+    kind: str = "query-clusters"
     degree: int = 32  # out-neighbours per key
     keys_per_cluster: int = 16
     clusters_max: int = 4096  # per head; beyond it clusters grow, so that their scan stays small
@@ -45,7 +47,7 @@ def build_head(
     keys: Stored,
     values: Stored,
     queries: NDArray[np.float32],
-    neighbours: NDArray[np.int32],
+    neighbours: NDArray[np.int32] | None,
     *,
     params: IndexParams,
     query_moment: NDArray[np.float32] | None = None,
@@ -53,10 +55,11 @@ def build_head(
     """Build the index of one KV head's middle.
 
     `keys` (m, d) and `values` (m, dv) as stored, m ≥ 1. `queries` (s, d): training queries of all
-    query heads of the group, rotated to the decode position; `neighbours` (s, k): the ids of each
-    one's best keys by inner product, best first. `query_moment` (d, d) defaults to that of
-    `queries`. Deterministic for params.seed. Raises ValueError naming the position of a NaN or
-    infinite key, or the id that is out of range.
+    query heads of the group, rotated to the decode position. `neighbours` (s, k), the ids of each
+    one's best keys by inner product, best first, are what a graph is made of: without them the
+    head has none. `query_moment` (d, d) defaults to that of `queries`. Deterministic for
+    params.seed. Raises ValueError naming the position of a NaN or infinite key, or the id that is
+    out of range.
     """
     keys_wide, values_wide = to_float32(keys), to_float32(values)
     _check(keys_wide, values_wide, queries, neighbours)
@@ -67,25 +70,50 @@ def build_head(
     count = min(-(-m // params.keys_per_cluster), params.clusters_max)
     clusters = cluster_keys(keys_wide, metric, count, seed=params.seed)
     cluster_ids = clusters.cluster_of.astype(np.intp)
-    keys_int8, centre, scale = quantise_keys(keys_wide)
-    popularity = np.bincount(neighbours.reshape(-1), minlength=m)  # (m,)
-    entries = _entries(clusters, popularity)
-    centroids = group_sums(keys_wide, cluster_ids) / clusters.counts[:, None].astype(np.float32)
-    graph = build_graph(clusters, neighbours, entry=int(entries[0]), degree=params.degree)
+    sizes = clusters.counts[:, None].astype(np.float32)
+    centroids = _narrowed(np.asarray(group_sums(keys_wide, cluster_ids) / sizes, np.float32))
+    coded = code_keys(keys_wide, to_float32(centroids), clusters, metric, unit, seed=params.seed)
+    spreads = clusters.spreads(unit)
     return HeadIndex(
         keys=np.ascontiguousarray(keys),
         values=np.ascontiguousarray(values),
-        keys_int8=keys_int8,
-        centre=centre,
-        scale=scale,
-        graph=graph,
-        entries=entries,
-        centroids=np.asarray(centroids, np.float32),
+        centroids=centroids,
         counts=clusters.counts,
-        value_sums=group_sums(values_wide, cluster_ids),
+        value_sums=_narrowed(group_sums(values_wide, cluster_ids)),
         cluster_of=clusters.cluster_of,
-        spreads=clusters.spreads(unit),
+        spreads=spreads,
+        members=coded.members,
+        codes=coded.codes,
+        codebook=coded.codebook,
+        code_basis=coded.basis,
+        code_spreads=coded.spreads,
+        **({} if neighbours is None else _graph_arrays(keys_wide, clusters, neighbours, params)),
     )
+
+
+def _narrowed(rows: NDArray[np.float32]) -> Stored:
+    """Round to float16 what fits it; it is a source of estimates, and is read at every search."""
+    return to_stored(rows, "float16" if fits(rows, "float16") else "float32")
+
+
+def _graph_arrays(
+    keys: NDArray[np.float32],
+    clusters: Clusters,
+    neighbours: NDArray[np.int32],
+    params: IndexParams,
+) -> dict[str, NDArray[Any]]:
+    """Return what a scan and a walk read, by name."""
+    popularity = np.bincount(neighbours.reshape(-1), minlength=len(keys))  # (m,)
+    entries = _entries(clusters, popularity)
+    graph = build_graph(clusters, neighbours, entry=int(entries[0]), degree=params.degree)
+    keys_int8, centre, scale = quantise_keys(keys)
+    return {
+        "keys_int8": keys_int8,
+        "centre": centre,
+        "scale": scale,
+        "graph": graph,
+        "entries": entries,
+    }
 
 
 def quantise_keys(
@@ -107,7 +135,7 @@ def _check(
     keys: NDArray[np.float32],
     values: NDArray[np.float32],
     queries: NDArray[np.float32],
-    neighbours: NDArray[np.int32],
+    neighbours: NDArray[np.int32] | None,
 ) -> None:
     if keys.ndim != 2 or keys.shape[0] == 0 or values.shape[:1] != keys.shape[:1]:
         raise ValueError(f"keys (m, d) and values (m, dv), m ≥ 1: {keys.shape}, {values.shape}")
@@ -117,6 +145,8 @@ def _check(
             raise ValueError(f"{name} at middle position {bad[0]} is not finite")
     if queries.ndim != 2 or queries.shape[1] != keys.shape[1]:
         raise ValueError(f"queries must be (s, {keys.shape[1]}), got {queries.shape}")
+    if neighbours is None:
+        return
     if neighbours.ndim != 2 or neighbours.shape[0] != queries.shape[0]:
         raise ValueError(f"{queries.shape[0]} queries but neighbours {neighbours.shape}")
     if neighbours.size and not (0 <= neighbours.min() and neighbours.max() < keys.shape[0]):

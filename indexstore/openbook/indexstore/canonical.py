@@ -19,10 +19,10 @@ import dataclasses
 import hashlib
 import json
 import re
-from typing import Any
+from typing import Any, cast, get_args
 
 from openbook.indexstore.errors import FormatUnsupported, ShardCorrupt
-from openbook.indexstore.head import LIFT_MAX, HeadPlan
+from openbook.indexstore.head import LIFT_MAX, REACH_MAX, HeadPlan, PlanKind
 from openbook.indexstore.jsonfields import (
     a_list,
     a_real,
@@ -145,8 +145,10 @@ def _body(manifest: Manifest) -> bytes:
 
 
 def _plan_of(head: HeadPlan) -> dict[str, Any]:
-    """Return a head's plan as it is written: without a lift there is no such field."""
+    """Return a head's plan as it is written: what it does not have has no field."""
     plan: dict[str, Any] = {"kind": head.kind, "queue": head.queue}
+    if head.kind == "clusters":
+        plan["reach"] = float(head.reach)
     return {**plan, "lift": [float(lift) for lift in head.lift]} if head.lift else plan
 
 
@@ -230,20 +232,22 @@ def _parse_parts(parts: Any) -> tuple[tuple[str, str], ...]:
 def _parse_plan(layer: Any) -> tuple[HeadPlan, ...]:
     heads = []
     for head in a_list({"plan": layer}, "plan"):
-        optional = {"lift"} & an_object(head, "plan").keys()
-        exactly(head, {"kind", "queue"} | optional, "plan")
+        kind = one_of(an_object(head, "plan"), "kind", get_args(PlanKind))
+        names = {"kind", "queue"} | ({"reach"} if kind == "clusters" else set())
+        exactly(head, names | ({"lift"} & head.keys()), "plan")
+        lifts = a_list(head, "lift") if "lift" in head else []
+        lift = tuple(_within(value, "lift", LIFT_MAX) for value in lifts)
+        reach = _within(head["reach"], "reach", REACH_MAX) if "reach" in names else 0.0
         queue = an_int(head, "queue", 0, TOKENS_MAX)
-        kind = one_of(head, "kind", ("scan", "graph"))
-        lift = tuple(_parse_lift(value) for value in a_list(head, "lift")) if optional else ()
-        heads.append(HeadPlan("scan" if kind == "scan" else "graph", queue, lift))
+        heads.append(HeadPlan(cast(PlanKind, kind), queue, lift, reach))
     return tuple(heads)
 
 
-def _parse_lift(value: Any) -> float:
-    lift = a_real(value, "lift")
-    if not 0 <= lift <= LIFT_MAX:
-        raise ValueError(f"lift is not from 0 to {LIFT_MAX}")
-    return lift
+def _within(value: Any, name: str, most: float) -> float:
+    number = a_real(value, name)
+    if not 0 <= number <= most:
+        raise ValueError(f"{name} is not from 0 to {most}")
+    return number
 
 
 def _parse_stages(stages: Any) -> StageSeconds:

@@ -19,36 +19,49 @@ SINK_TOKENS = 128  # RetrievalAttention §3.3: the first tokens draw attention f
 RECENT_TOKENS = 512  # RetrievalAttention §3.3: the last tokens of the context
 WINDOW_TOKENS = SINK_TOKENS + RECENT_TOKENS
 LIFT_MAX = 1.0  # of scores that spread like a bell: 0.5; measured: 0.09 to 0.7 (docs/LOG.md)
+REACH_MAX = 100.0  # spreads; no key lies so far from its centroid
 DEFAULT_KEYS = 100  # RetrievalAttention §4.1: top-100 per query head
 
 KvDtype = Literal["float16", "bfloat16", "float32"]
-PlanKind = Literal["scan", "graph"]
+PlanKind = Literal["clusters", "scan", "graph"]
 BudgetKind = Literal["exact", "keys"]
 Stored = NDArray[Any]  # float16, float32, or uint16 holding bfloat16 bits
+
+CODE_ARRAYS = ("members", "codes", "codebook", "code_basis", "code_spreads")
+GRAPH_ARRAYS = ("keys_int8", "centre", "scale", "graph", "entries")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadIndex:
-    """One KV head's middle: its keys and values, its graph, and the clusters of the estimate.
+    """One KV head's middle: its keys and values, its clusters, and how its keys are found.
 
     Every array is C-contiguous and may be a read-only view of a mapped shard: it lives as long as
-    the StoredContext it came from. An int8 key stands for `centre + scale * key`, per channel.
-    `graph` row i lists the out-neighbours of key i, padded with i itself. `entries[j]` is the key
-    the search starts from when cluster j scores well; every key is reachable from entries[0].
+    the StoredContext it came from. The codes serve a `clusters` plan; a head of format 1 has none.
+    The arrays from `keys_int8` on serve a `scan` or a `graph` and are there only where one was
+    asked for: an int8 key stands for `centre + scale * key`, per channel; `graph` row i lists the
+    out-neighbours of key i, padded with i itself; `entries[j]` is the key the search starts from
+    when cluster j scores well, and every key is reachable from entries[0].
+
+    p = ⌈d / 2⌉ codes a key, r = ⌈p / 4⌉ rows a block of 16 keys (codes.py).
     """
 
     keys: Stored  # (m, d)
     values: Stored  # (m, dv)
-    keys_int8: NDArray[np.int8]  # (m, d)
-    centre: NDArray[np.float32]  # (d,)
-    scale: NDArray[np.float32]  # (d,)
-    graph: NDArray[np.uint32]  # (m, degree)
-    entries: NDArray[np.uint32]  # (e,)  e = c + 1: entries[0] is the hub
-    centroids: NDArray[np.float32]  # (c, d)  mean of the stored keys of each cluster
+    centroids: NDArray[Any]  # (c, d)  mean of the stored keys of each cluster, float16 or float32
     counts: NDArray[np.uint32]  # (c,)
-    value_sums: NDArray[np.float32]  # (c, dv)
+    value_sums: NDArray[Any]  # (c, dv)  float16 or float32
     cluster_of: NDArray[np.uint32]  # (m,)
-    spreads: NDArray[np.float32]  # (c,)  r.m.s. over queries and keys of q·(key - centroid)
+    spreads: NDArray[np.float32]  # (c,)  root mean square of query · (key - centroid)
+    members: NDArray[np.uint32] | None = None  # (m,)  keys by cluster
+    codes: NDArray[np.uint8] | None = None  # (blocks, r, 32)
+    codebook: NDArray[np.float32] | None = None  # (p, 16, 2)
+    code_basis: NDArray[np.float32] | None = None  # (2 p, d)
+    code_spreads: NDArray[np.float32] | None = None  # (2 p,)
+    keys_int8: NDArray[np.int8] | None = None  # (m, d)
+    centre: NDArray[np.float32] | None = None  # (d,)
+    scale: NDArray[np.float32] | None = None  # (d,)
+    graph: NDArray[np.uint32] | None = None  # (m, degree)
+    entries: NDArray[np.uint32] | None = None  # (e,)  e = c + 1: entries[0] is the hub
 
     def __post_init__(self) -> None:
         """Check what the kernels trust: dtype, shape and contiguity of every array.
@@ -57,34 +70,57 @@ class HeadIndex:
         where they enter: by the builder, and by shard.py when a file is opened.
         """
         m, d = self.keys.shape
-        c = self.counts.shape[0]
+        c, pairs = self.counts.shape[0], -(-d // 2)
         if self.keys.dtype.char not in "eHf" or self.values.dtype != self.keys.dtype:
             raise TypeError(f"keys and values share a stored dtype, got {self.keys.dtype}")
-        expected: dict[str, tuple[type, tuple[int | None, ...]]] = {
+        for name in ("centroids", "value_sums"):
+            if getattr(self, name).dtype.char not in "ef":
+                raise TypeError(f"{name} are float16 or float32, got {getattr(self, name).dtype}")
+        expected: dict[str, tuple[Any, tuple[int | None, ...]]] = {
+            "keys": (self.keys.dtype, (m, d)),
+            "values": (self.keys.dtype, (m, None)),
+            "centroids": (self.centroids.dtype, (c, d)),
+            "counts": (np.uint32, (c,)),
+            "value_sums": (self.value_sums.dtype, (c, self.values.shape[1])),
+            "cluster_of": (np.uint32, (m,)),
+            "spreads": (np.float32, (c,)),
+            "members": (np.uint32, (m,)),
+            "codes": (np.uint8, (-(-m // 16), -(-pairs // 4), 32)),
+            "codebook": (np.float32, (pairs, 16, 2)),
+            "code_basis": (np.float32, (2 * pairs, d)),
+            "code_spreads": (np.float32, (2 * pairs,)),
             "keys_int8": (np.int8, (m, d)),
             "centre": (np.float32, (d,)),
             "scale": (np.float32, (d,)),
             "graph": (np.uint32, (m, None)),
             "entries": (np.uint32, (c + 1,)),
-            "centroids": (np.float32, (c, d)),
-            "counts": (np.uint32, (c,)),
-            "value_sums": (np.float32, (c, self.values.shape[1])),
-            "cluster_of": (np.uint32, (m,)),
-            "spreads": (np.float32, (c,)),
         }
-        for name in ("keys", "values", *expected):
-            if not getattr(self, name).flags.c_contiguous:
-                raise ValueError(f"{name} must be C-contiguous")
-        if self.values.shape[0] != m:
-            raise ValueError(f"{m} keys but {self.values.shape[0]} values")
+        for part in (CODE_ARRAYS, GRAPH_ARRAYS):
+            if len({getattr(self, name) is None for name in part}) > 1:
+                raise ValueError(f"{', '.join(part)}: all of them or none")
         for name, (dtype, shape) in expected.items():
             array = getattr(self, name)
+            if array is None:
+                continue
+            if not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be C-contiguous")
             fits = len(shape) == array.ndim and all(
                 want in (None, have) for want, have in zip(shape, array.shape, strict=True)
             )
             if array.dtype != dtype or not fits:
                 found = f"{array.dtype} {array.shape}"
-                raise ValueError(f"{name} must be {dtype.__name__} {shape}, got {found}")
+                raise ValueError(f"{name} must be {np.dtype(dtype).name} {shape}, got {found}")
+
+    def serves(self, kind: PlanKind) -> bool:
+        """Whether the arrays that a plan of this kind reads are there."""
+        return (self.codes if kind == "clusters" else self.graph) is not None
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return one of the arrays that not every head has. Raises ValueError without it."""
+        array: NDArray[Any] | None = getattr(self, name)
+        if array is None:
+            raise ValueError(f"the head was built without {name}")
+        return array
 
     @property
     def middle_tokens(self) -> int:
@@ -116,15 +152,18 @@ EXACT = Budget(kind="exact", estimate=False)
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """How one KV head answers a `keys` budget: scan every int8 key, or walk the graph.
+    """How one KV head answers a `keys` budget: by its clusters, by a scan, or along its graph.
 
-    `lift` corrects the estimate, one number per query head of the group (lift.py): e to a
-    cluster's mean score is less than its keys' mean of e to the score. Empty: not corrected.
+    `clusters` reads the codes of the clusters that may hold one of the best keys, `scan` every
+    int8 key, `graph` walks. `lift` corrects the estimate, one number per query head of the group
+    (lift.py): e to a cluster's mean score is less than its keys' mean of e to the score. Empty: not
+    corrected.
     """
 
     kind: PlanKind
-    queue: int  # nodes a graph search may keep open per query head
+    queue: int  # per query head: candidates scored exactly, or nodes a walk may keep open
     lift: tuple[float, ...] = ()
+    reach: float = 0.0  # of `clusters`: spreads above its centroid where a key is still looked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class HeldContext:
         Raises ShardCorrupt or ShardTruncated.
         """
         heads = self.manifest.kv_heads if self.manifest.middle_tokens else 0
-        layer = layer_from(lambda k, h: shard.read(k, h, check_digest=verify == "full"), heads)
+        kinds = [shard.entry.kinds(head) for head in range(heads)]
+        layer = layer_from(lambda k, h: shard.read(k, h, check_digest=verify == "full"), kinds)
         for head, index in enumerate(layer.heads):
             try:
                 check_head(index, head)

@@ -25,10 +25,11 @@ enum { OB_HEADS_MAX = 8 };  /* query heads per pass over those keys */
 enum { OB_WIDTH_MAX = 512 }; /* channels; beyond it the portable loop */
 
 #if OB_X86
-/* GCC before 13 does not know the feature by name: ask the processor (leaf 1, ECX bit 29). */
-static int ob_has_f16c(void) {
+/* GCC before 13 does not know f16c by name: ask the processor (leaf 1, ECX bit 29). */
+static int ob_has_avx2(void) {
     unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+           && __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
 }
 #endif
 
@@ -37,10 +38,9 @@ static int ob_best_level(void) {
 #if OB_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx2")
-        && ob_has_f16c())
+        && __builtin_cpu_supports("avx512vnni") && ob_has_avx2())
         return OB_AVX512;
-    if (__builtin_cpu_supports("avx2") && ob_has_f16c()) return OB_AVX2;
+    if (ob_has_avx2()) return OB_AVX2;
 #endif
     return OB_PORTABLE;
 }
@@ -205,6 +205,18 @@ static void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep) {
         else if (keep - 1 >= i) low = i;
         else return;
     }
+}
+
+/* Sort different numbers, the largest first: insertion in gaps (Shell), for a hundred or so. */
+static void ob_sort(int64_t *numbers, int64_t count) {
+    static const int64_t gaps[] = {701, 301, 132, 57, 23, 10, 4, 1};
+    for (int64_t n = 0; n < 8; n++)
+        for (int64_t i = gaps[n]; i < count; i++) {
+            int64_t number = numbers[i], j = i;
+            for (; j >= gaps[n] && numbers[j - gaps[n]] < number; j -= gaps[n])
+                numbers[j] = numbers[j - gaps[n]];
+            numbers[j] = number;
+        }
 }
 
 /* Where scores reach a bar: their places, in order; returns how many. */

@@ -6,7 +6,7 @@ Owns the list of a layer's records and the checks of their values. It knows noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ from openbook.indexstore.layout import (
 )
 
 _LABELS_OF_HEAD = tuple(kind.label for kind in HEAD_KINDS)
-assert _LABELS_OF_HEAD == tuple(f.name for f in fields(HeadIndex)), "one record per array"
+assert set(_LABELS_OF_HEAD) == {f.name for f in fields(HeadIndex)}, "one record per array"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,22 @@ def layer_arrays(records: LayerRecords) -> Iterator[tuple[Kind, int | None, NDAr
         yield kind, None, getattr(records, kind.label)
     for head, index in enumerate(records.heads):
         for kind in HEAD_KINDS:
-            yield kind, head, getattr(index, kind.label)
+            array = getattr(index, kind.label)
+            if array is not None:
+                yield kind, head, array
 
 
-def layer_from(read: Callable[[Kind, int | None], NDArray[Any]], heads: int) -> LayerRecords:
-    """Put a layer together from `read(kind, head)`: the inverse of layer_arrays."""
+def layer_from(
+    read: Callable[[Kind, int | None], NDArray[Any]], kinds: Sequence[Sequence[Kind]]
+) -> LayerRecords:
+    """Put a layer together from `read(kind, head)`, each head of its `kinds`.
+
+    The inverse of layer_arrays.
+    """
     return LayerRecords(
         heads=tuple(
-            HeadIndex(**{kind.label: read(kind, head) for kind in HEAD_KINDS})
-            for head in range(heads)
+            HeadIndex(**{kind.label: read(kind, head) for kind in mine})
+            for head, mine in enumerate(kinds)
         ),
         **{kind.label: read(kind, None) for kind in LAYER_KINDS},
     )
@@ -91,12 +98,22 @@ def check_head(index: HeadIndex, head: int) -> None:
     for name, ids, limit in (
         ("graph", index.graph, middle),
         ("entries", index.entries, middle),
+        ("members", index.members, middle),
         ("cluster_of", index.cluster_of, clusters),
     ):
-        if ids.size and int(ids.max()) >= limit:
+        if ids is not None and ids.size and int(ids.max()) >= limit:
             raise ValueError(f"head {head}: {name} holds id {int(ids.max())} of {limit}")
     if not np.isfinite(index.spreads).all() or (index.spreads < 0).any():
         raise ValueError(f"head {head}: spreads holds a number that is negative or not finite")
-    members = np.bincount(index.cluster_of, minlength=clusters)
-    if not np.array_equal(members, index.counts):
+    held = np.bincount(index.cluster_of, minlength=clusters)
+    if not np.array_equal(held, index.counts):
         raise ValueError(f"head {head}: counts differ from the members of the clusters")
+    if index.members is None:
+        return
+    if (np.diff(index.cluster_of[index.members].astype(np.int64)) < 0).any():
+        raise ValueError(f"head {head}: members are not sorted by cluster")
+    if (np.bincount(index.members, minlength=middle) != 1).any():
+        raise ValueError(f"head {head}: members names a key twice")
+    for name in ("codebook", "code_basis", "code_spreads", "centroids"):
+        if not np.isfinite(getattr(index, name)).all():
+            raise ValueError(f"head {head}: {name} holds a number that is not finite")

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 1  # what this code writes
+FORMAT_VERSION = 2  # what this code writes
 FORMAT_OLDEST = 1  # what this code still reads
 
 MAGIC = b"OBRC"
@@ -71,6 +71,11 @@ class Kind(enum.IntEnum):
     VALUE_SUMS = 10
     CLUSTER_OF = 11
     SPREADS = 12
+    MEMBERS = 13
+    CODES = 14
+    CODEBOOK = 15
+    CODE_BASIS = 16
+    CODE_SPREADS = 17
     WINDOW_KEYS = 32
     WINDOW_VALUES = 33
     TRAIN_QUERIES = 34
@@ -89,6 +94,8 @@ class Kind(enum.IntEnum):
 
 KIND_OF_LABEL = {kind.label: kind for kind in Kind}
 HEAD_KINDS = tuple(kind for kind in Kind if kind < Kind.WINDOW_KEYS)
+GRAPH_KINDS = (Kind.KEYS_INT8, Kind.CENTRE, Kind.SCALE, Kind.GRAPH, Kind.ENTRIES)
+CODE_KINDS = (Kind.MEMBERS, Kind.CODES, Kind.CODEBOOK, Kind.CODE_BASIS, Kind.CODE_SPREADS)
 LAYER_KINDS = tuple(kind for kind in Kind if Kind.WINDOW_KEYS <= kind < Kind.TOKENS)
 TOKEN_KINDS = (Kind.TOKENS, Kind.OFFSETS)
 
@@ -100,6 +107,7 @@ DTYPES: Mapping[str, tuple[int, np.dtype[Any]]] = {
     "int8": (4, np.dtype("i1")),
     "uint32": (5, np.dtype("<u4")),
     "int32": (6, np.dtype("<i4")),
+    "uint8": (7, np.dtype("u1")),
 }
 _DTYPE_OF_CODE = {code: name for name, (code, _) in DTYPES.items()}
 _DTYPE_OF_NUMPY = {dtype: name for name, (_, dtype) in DTYPES.items()}
@@ -108,7 +116,8 @@ KV_DTYPES = ("float16", "bfloat16", "float32")
 
 # The shape of each kind by symbols. m middle tokens, d head_dim, v value_dim, kv KV heads,
 # q query heads, w window tokens, n tokens; per head: degree, e entries, c clusters; per layer:
-# s training queries, p probe queries.
+# s training queries, p probe queries; of the codes: blocks of 16 keys, rows of a block, pairs of
+# channels.
 SHAPES: Mapping[Kind, tuple[str, ...]] = {
     Kind.KEYS: ("m", "d"),
     Kind.VALUES: ("m", "v"),
@@ -122,6 +131,11 @@ SHAPES: Mapping[Kind, tuple[str, ...]] = {
     Kind.VALUE_SUMS: ("c", "v"),
     Kind.CLUSTER_OF: ("m",),
     Kind.SPREADS: ("c",),
+    Kind.MEMBERS: ("m",),
+    Kind.CODES: ("blocks", "rows", "row"),
+    Kind.CODEBOOK: ("pairs", "codewords", "pair"),
+    Kind.CODE_BASIS: ("directions", "d"),
+    Kind.CODE_SPREADS: ("directions",),
     Kind.WINDOW_KEYS: ("kv", "w", "d"),
     Kind.WINDOW_VALUES: ("kv", "w", "v"),
     Kind.TRAIN_QUERIES: ("kv", "s", "d"),
@@ -142,6 +156,10 @@ _ALLOWED_DTYPES: Mapping[Kind, tuple[str, ...]] = {
     Kind.ENTRIES: ("uint32",),
     Kind.COUNTS: ("uint32",),
     Kind.CLUSTER_OF: ("uint32",),
+    Kind.CENTROIDS: ("float16", "float32"),
+    Kind.VALUE_SUMS: ("float16", "float32"),
+    Kind.MEMBERS: ("uint32",),
+    Kind.CODES: ("uint8",),
     Kind.WINDOW_KEYS: KV_DTYPES,
     Kind.WINDOW_VALUES: KV_DTYPES,
     Kind.TRAIN_QUERIES: ("float16", "float32"),
@@ -270,8 +288,22 @@ def check_shapes(
             if info.dtype != kv_dtype:
                 raise ValueError(f"{where}: dtype {info.dtype}, expected {kv_dtype}")
     for head, scope in of_head.items():
-        if scope.get("e") != scope.get("c", 0) + 1:
-            raise ValueError(f"head {head}: {scope.get('e')} entries for {scope.get('c')} clusters")
+        if "e" in scope and scope["e"] != scope.get("c", 0) + 1:
+            raise ValueError(f"head {head}: {scope['e']} entries for {scope.get('c')} clusters")
+
+
+def code_sizes(middle: int, head_dim: int) -> dict[str, int]:
+    """Return what the symbols of the codes' shapes come to for m keys of d channels."""
+    pairs = -(-head_dim // 2)
+    return {
+        "blocks": -(-middle // 16),
+        "rows": -(-pairs // 4),
+        "row": 32,
+        "pairs": pairs,
+        "codewords": 16,
+        "pair": 2,
+        "directions": 2 * pairs,
+    }
 
 
 def map_bytes(records: Iterable[RecordInfo]) -> int:

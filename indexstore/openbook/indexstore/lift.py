@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openbook.indexstore.attend import LIFT_LOG_MAX, search
+from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import LIFT_MAX, Budget, HeadIndex, HeadPlan
 from openbook.indexstore.layer import LayerRecords
 
@@ -91,5 +92,7 @@ def rest_means(
     of, clusters = head.cluster_of[read].astype(np.intp), len(head.counts)
     left = head.counts.astype(np.int64) - np.bincount(of, minlength=clusters)  # (c,)
     taken = np.stack([np.bincount(of, weights=row, minlength=clusters) for row in logits])
-    sums = head.counts * (queries @ head.centroids.T).astype(np.float64) - taken  # (group, c)
+    sums = (
+        head.counts * (queries @ to_float32(head.centroids).T).astype(np.float64) - taken
+    )  # (group, c)
     return np.divide(sums, left, out=np.full_like(sums, -np.inf), where=left > 0), left

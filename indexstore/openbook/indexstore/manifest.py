@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 
 from openbook.indexstore.head import WINDOW_TOKENS, HeadPlan
 from openbook.indexstore.layout import (
+    CODE_KINDS,
     FORMAT_VERSION,
+    GRAPH_KINDS,
     HEAD_KINDS,
     LAYER_KINDS,
     TOKEN_KINDS,
     Kind,
     RecordInfo,
     check_shapes,
+    code_sizes,
 )
 
 MANIFEST_NAME = "manifest.json"
@@ -54,6 +57,11 @@ class FileEntry:
     bytes: int
     chunks: tuple[str, ...]
     records: tuple[RecordEntry, ...]
+
+    def kinds(self, head: int) -> tuple[Kind, ...]:
+        """Return the kinds of the records of a head, in the order in which heads have them."""
+        found = {entry.info.kind for entry in self.records if entry.info.head == head}
+        return tuple(kind for kind in HEAD_KINDS if kind in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +171,31 @@ def check_files(manifest: Manifest) -> None:
     heads = range(manifest.kv_heads if manifest.middle_tokens else 0)
     of_tokens: list[tuple[Kind, int | None]] = [(kind, None) for kind in TOKEN_KINDS]
     of_layer: list[tuple[Kind, int | None]] = [(kind, None) for kind in LAYER_KINDS]
-    of_layer += [(kind, head) for head in heads for kind in HEAD_KINDS]
+    known |= code_sizes(manifest.middle_tokens, manifest.head_dim)
     for index, file in enumerate(manifest.files):
         infos = [entry.info for entry in file.records]
-        if [(info.kind, info.head) for info in infos] != (of_layer if index else of_tokens):
+        expected = of_tokens
+        if index:
+            kinds = [file.kinds(head) for head in heads]
+            plan = manifest.plan[index - 1]
+            if not all(
+                _serves(k, p, manifest.format_version) for k, p in zip(kinds, plan, strict=True)
+            ):
+                raise ValueError(f"{file.name} lacks records that the plan of a head reads")
+            expected = of_layer + [(kind, head) for head in heads for kind in kinds[head]]
+        if [(info.kind, info.head) for info in infos] != expected:
             raise ValueError(f"{file.name} does not list the records it must hold, in order")
         check_shapes(infos, known, kv_dtype=manifest.kv_dtype)
         if len(file.chunks) != -(-file.bytes // CHUNK_BYTES):
             raise ValueError(f"{file.name} of {file.bytes} bytes lists {len(file.chunks)} chunks")
+
+
+def _serves(kinds: tuple[Kind, ...], plan: HeadPlan, version: int) -> bool:
+    """Say whether a head has the records that its format demands and its plan reads."""
+    graph, codes = set(GRAPH_KINDS), set(CODE_KINDS)
+    found, always = set(kinds), set(HEAD_KINDS) - graph - codes
+    if version == 1:
+        return found == always | graph and plan.kind != "clusters"
+    if plan.kind != "clusters" and not graph <= found:
+        return False
+    return found in (always | codes, always | codes | graph)

@@ -1,40 +1,49 @@
 """What each head does under a `keys` budget, found out at ingest on queries that trained nothing.
 
-Owns the choice between scanning a head and walking its graph, and how far a walk goes. A walk that
-goes far finds more of what a query wants and scores more keys for it; heads differ tenfold in how
-far they need. The plan is stored in the manifest, so that every worker answers alike; it depends on
-counts and never on a clock, so that the same document gives the same plan. A forced plan is for
-measurement.
+Owns how far a search goes: how many spreads above a cluster's centroid a key is still looked for
+and how many candidates are scored exactly, or how long a walk is. A search that goes far finds more
+of what a query wants and scores more keys for it; heads differ tenfold in how far they need. The
+plan is stored in the manifest, so that every worker answers alike; it depends on counts and never
+on a clock, so that the same document gives the same plan. A head is searched by its clusters; a
+forced plan, of a scan or a walk, is for measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.attend import search
+from openbook.indexstore.attend import find
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan, PlanKind
 
-GRAPH_KEYS_MIN = 16_384  # below it a scan has been the faster for every head (docs/LOG.md)
-QUEUE_NODES = 128  # expanded per query head, where nothing is known of the head
-QUEUES = (48, 64, 80, 96, 112, 128, 160, 192, 256, 384)  # what a head's walk may have instead
+CANDIDATES = (200, 300, 400, 600, 1000)  # scored exactly per query head, for a hundred wanted
+REACHES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0)
+SCORED_PER_CANDIDATE = 15  # codes are looked up in the time that one candidate takes
+QUEUES = (48, 64, 80, 96, 112, 128, 160, 192, 256, 384)  # what a head's walk may have
+QUEUE_NODES = 128  # of a walk, where nothing is known of the head
 RECALL_MIN = 0.965  # of the best keys, in the mean over the tuning queries; others get 0.95 or so
-WALKED_PER_SCANNED = 12  # a key that a walk scores takes as long as so many that a scan scores
+
+_UNTUNED = {
+    "clusters": HeadPlan("clusters", CANDIDATES[1], reach=REACHES[-2]),
+    "scan": HeadPlan("scan", 0),
+    "graph": HeadPlan("graph", QUEUE_NODES),
+}
 
 
-def plan_head(middle_tokens: int) -> HeadPlan:
-    """Choose how one KV head of `middle_tokens` keys answers, as far as its size tells."""
-    kind: PlanKind = "graph" if middle_tokens >= GRAPH_KEYS_MIN else "scan"
-    return HeadPlan(kind=kind, queue=QUEUE_NODES)
+def plan_head(kind: PlanKind = "clusters") -> HeadPlan:
+    """Return how a KV head of which nothing is known answers."""
+    return _UNTUNED[kind]
 
 
 def force_plan(plan: Sequence[HeadPlan], kind: PlanKind) -> tuple[HeadPlan, ...]:
-    """Return `plan` with every head scanning, or every head walking its graph."""
-    return tuple(replace(head, kind=kind) for head in plan)
+    """Return `plan` with every head searched in one way; what each has for it stays."""
+    return tuple(
+        head if head.kind == kind else replace(plan_head(kind), lift=head.lift) for head in plan
+    )
 
 
 def tune_plan(
@@ -43,58 +52,83 @@ def tune_plan(
     queries: NDArray[np.float32],
     wanted: NDArray[np.int32],
     *,
-    may_scan: bool = True,
     threads: int = 1,
 ) -> tuple[HeadPlan, ...]:
-    """Return the plan of a layer with each walk as long as its head needs.
+    """Return the plan of a layer with each head's search as long as it needs to be.
 
     `queries` (query heads, p, d) trained no index; `wanted` (query heads, p, k) are the ids of
-    each one's best keys. A head whose walk would take longer than a scan scans, if it may. The
-    same for any number of threads.
+    each one's best keys. The same for any number of threads.
     """
     group = len(queries) // max(1, len(heads))
 
     def tuned(number: int) -> HeadPlan:
-        own = plan[number]
-        if own.kind == "scan":
-            return own
+        own, head = plan[number], heads[number]
         mine = slice(number * group, (number + 1) * group)
-        queue, scored = needed_queue(heads[number], queries[mine], wanted[mine])
-        is_slower = scored * WALKED_PER_SCANNED > heads[number].middle_tokens
-        return replace(own, kind="scan" if may_scan and is_slower else "graph", queue=queue)
+        if own.kind == "clusters":
+            return needed_reach(head, own, queries[mine], wanted[mine])
+        if own.kind == "graph":
+            steps = [replace(own, queue=queue) for queue in QUEUES]
+            return first_enough(steps, lambda step: walked(head, step, queries[mine], wanted[mine]))
+        return own
 
     with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
         return tuple(pool.map(tuned, range(len(heads))))
 
 
-def needed_queue(
-    head: HeadIndex, queries: NDArray[np.float32], wanted: NDArray[np.int32]
-) -> tuple[int, float]:
-    """Return the shortest of QUEUES whose walks find enough, and the keys they score, in the mean.
+def needed_reach(
+    head: HeadIndex, own: HeadPlan, queries: NDArray[np.float32], wanted: NDArray[np.int32]
+) -> HeadPlan:
+    """Return the cheapest of CANDIDATES and REACHES that finds enough; the widest if none does.
 
-    `queries` (group, p, d), `wanted` (group, p, k). Where none finds enough, the longest.
+    `queries` (group, p, d), `wanted` (group, p, k).
     """
-    low, high = 0, len(QUEUES) - 1
-    walked = {}
-    while low < high:  # a longer walk finds more
+    measured: dict[HeadPlan, tuple[float, float]] = {}
+
+    def found(step: HeadPlan) -> tuple[float, float]:
+        if step not in measured:
+            measured[step] = walked(head, step, queries, wanted)
+        return measured[step]
+
+    def cost(step: HeadPlan) -> float:
+        return found(step)[1] + SCORED_PER_CANDIDATE * step.queue
+
+    best: HeadPlan | None = None
+    for candidates in CANDIDATES:
+        if best is not None and SCORED_PER_CANDIDATE * candidates >= cost(best):
+            break
+        steps = [replace(own, queue=candidates, reach=reach) for reach in REACHES]
+        step = first_enough(steps, found)
+        is_enough = found(step)[0] >= RECALL_MIN
+        if is_enough and (best is None or cost(step) < cost(best)):
+            best = step
+    return step if best is None else best
+
+
+def first_enough(
+    steps: Sequence[HeadPlan], found: Callable[[HeadPlan], tuple[float, float]]
+) -> HeadPlan:
+    """Return the first of `steps`, each of which finds more, that finds enough, or the last."""
+    low, high = 0, len(steps) - 1
+    while low < high:
         middle = (low + high) // 2
-        walked[middle] = _walked(head, queries, wanted, QUEUES[middle])
-        recall, _ = walked[middle]
+        recall, _ = found(steps[middle])
         low, high = (low, middle) if recall >= RECALL_MIN else (middle + 1, high)
-    _, scored = walked.get(low) or _walked(head, queries, wanted, QUEUES[low])
-    return QUEUES[low], scored
+    return steps[low]
 
 
-def _walked(
-    head: HeadIndex, queries: NDArray[np.float32], wanted: NDArray[np.int32], queue: int
+def walked(
+    head: HeadIndex, plan: HeadPlan, queries: NDArray[np.float32], wanted: NDArray[np.int32]
 ) -> tuple[float, float]:
-    """Return the share of the wanted keys that walks find, and the keys they score, in the mean."""
+    """Return the share of the wanted keys that searches find, and the keys they score, in the mean.
+
+    `queries` (group, p, d), `wanted` (group, p, k).
+    """
     _, count, k = wanted.shape
-    plan, found, scored = HeadPlan("graph", queue), 0, 0
+    budget, hits, scored = Budget(keys=k, estimate=False), 0, 0
     for number in range(count):
         asked = np.ascontiguousarray(queries[:, number])
-        result = search(head, asked, Budget(keys=k, estimate=False), plan)
-        scored += result.keys_scored
-        for top, best in zip(result.top, wanted[:, number], strict=True):
-            found += len(np.intersect1d(top, best, assume_unique=True))
-    return found / wanted.size, scored / count
+        top, _, _, _, touched = find(head, asked, budget, plan, scaling=1.0)
+        scored += touched
+        for mine, best in zip(top, wanted[:, number], strict=True):
+            hits += len(np.intersect1d(mine, best, assume_unique=True))
+    return hits / wanted.size, scored / count

@@ -9,11 +9,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.attend import LIFT_LOG_MAX, SEEDS_PER_HEAD, SLACK_SPREADS
+from openbook.indexstore.attend import (
+    CANDIDATES_PER_KEY,
+    LIFT_LOG_MAX,
+    SEEDS_PER_HEAD,
+    SLACK_SPREADS,
+)
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import AttendRequest, AttendResult, HeadIndex, HeadPlan
+from openbook.indexstore.reference_probe import dot, probe
 
 Floats = NDArray[np.float32]
+LIGHTEST = 0.01  # of the whole: what the clusters that are not fetched come to, at most
 SPARE = 4  # one more candidate is re-scored per 4 wanted
 
 
@@ -47,8 +54,9 @@ def attend(request: AttendRequest) -> AttendResult:
         else:
             _, read, touched = find(request, number)
             scored += touched
-            walks = request.plan[number].kind == "graph" and request.budget.keys > 0
-            if request.budget.estimate or walks:
+            kind = request.plan[number].kind
+            walks = kind == "graph" and request.budget.keys > 0
+            if request.budget.estimate or walks or kind == "clusters":
                 centroids += len(head.counts)
         read_count += len(read)
         for h in range(mine.start, mine.stop):
@@ -60,7 +68,9 @@ def attend(request: AttendRequest) -> AttendResult:
                     if request.plan[number].lift:
                         lift = request.plan[number].lift[h - mine.start]
                         rest = lifted(head, rest, read, z, lift * request.scaling**2)
-                out[h, row], lse[h, row], estimated[h, row] = combine(z, values[read], rest)
+                out[h, row], lse[h, row], estimated[h, row] = combine(
+                    z, values[read], rest, len(head.counts)
+                )
             ids.append(read.astype(np.int64))
             logits.append(z)
     evidence = request.evidence and request.heads
@@ -75,12 +85,12 @@ def estimate(
 ) -> tuple[Floats, Floats, Floats]:
     """Return (logits, counts, value sums) of the clusters, the keys read taken out of them."""
     counts = head.counts.astype(np.float32)
-    sums = head.value_sums.copy()
+    sums = head.value_sums.astype(np.float32)
     for key in read:
         counts[head.cluster_of[key]] -= 1
         sums[head.cluster_of[key]] -= values[key]
     left = counts > 0
-    return head.centroids[left] @ query, counts[left], sums[left]
+    return to_float32(head.centroids)[left] @ query, counts[left], sums[left]
 
 
 def lifted(
@@ -100,9 +110,9 @@ def lifted(
 
 
 def combine(
-    logits: Floats, values: Floats, rest: tuple[Floats, Floats, Floats] | None
+    logits: Floats, values: Floats, rest: tuple[Floats, Floats, Floats] | None, clusters: int
 ) -> tuple[Floats, float, float]:
-    """Join the keys read with the clusters of the rest: out, lse, and the clusters' part of lse."""
+    """Join the keys read with the rest of `clusters`: out, lse, and the clusters' part of lse."""
     if rest is None or len(rest[0]) == 0:
         out, lse = softmax_partial(logits, values)
         return out, lse, -np.inf
@@ -112,7 +122,10 @@ def combine(
     cluster_weights = np.exp(cluster_logits.astype(np.float64) - peak)
     mass = float(cluster_weights @ counts)
     total = weights.sum() + mass
-    out = (weights @ values + cluster_weights @ sums) / total
+    # Only what weighs is fetched; the values of the light ones are taken to be like the others'.
+    heavy = cluster_weights * counts >= total * LIGHTEST / clusters
+    fetched = total - cluster_weights[~heavy] @ counts[~heavy]
+    out = (weights @ values + cluster_weights[heavy] @ sums[heavy]) / fetched
     return out.astype(np.float32), peak + np.log(total), peak + np.log(mass)
 
 
@@ -125,6 +138,15 @@ def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray
     k = min(wanted, len(keys))
     if k == 0:
         return np.zeros((group, 0), np.intp), np.zeros(0, np.intp), 0
+    if plan.kind == "clusters":
+        candidates, touched = probe(
+            head,
+            queries,
+            request.scaling,
+            candidates=max(k, plan.queue, CANDIDATES_PER_KEY * wanted),
+            reach=plan.reach,
+        )
+        return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
     walks = plan.kind == "graph"
     capacity = min(len(keys), max(k + k // SPARE, plan.queue if walks else 0))
     scores = int8_scores(head, queries)  # (group, m)
@@ -133,10 +155,16 @@ def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray
     else:
         candidates = [best_first(np.arange(len(keys)), row, capacity) for row in scores]
         touched = len(keys)
-    pool = np.unique(np.concatenate(candidates))
-    exact = (keys[pool] @ queries.T).T * request.scaling  # (group, pool)
+    return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
+
+
+def _best_of(
+    pool: NDArray[np.intp], keys: Floats, queries: Floats, k: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return each query's best k of the pool by exact score (group, k), and their union."""
+    exact = np.stack([dot(keys[pool], query) for query in queries])  # (group, pool)
     top = np.array([pool[best_first(np.arange(len(pool)), row, k)] for row in exact])
-    return top, np.unique(top), touched
+    return top, np.unique(top)
 
 
 def best_first(ids: NDArray[np.intp], scores: NDArray[np.generic], count: int) -> NDArray[np.intp]:
@@ -148,7 +176,7 @@ def best_first(ids: NDArray[np.intp], scores: NDArray[np.generic], count: int) -
 def quantise_queries(head: HeadIndex, queries: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Fold the key scales into queries (group, d) in 16 bits; also the integer units per score."""
     limit = min(32767, 2147483647 // (128 * queries.shape[1]))
-    folded = queries * head.scale
+    folded = queries * head.array("scale")
     largest = np.abs(folded).max(axis=1)
     inverse = np.zeros(len(queries), np.float32)
     np.divide(np.float32(limit), largest, out=inverse, where=largest > 0)
@@ -158,7 +186,7 @@ def quantise_queries(head: HeadIndex, queries: Floats) -> tuple[NDArray[np.int64
 def int8_scores(head: HeadIndex, queries: Floats) -> NDArray[np.int64]:
     """Score every key (m,) of every query head (group,) in integers: (group, m)."""
     quantised, _ = quantise_queries(head, queries)
-    return quantised @ head.keys_int8.astype(np.int64).T
+    return quantised @ head.array("keys_int8").astype(np.int64).T
 
 
 def walk(
@@ -171,16 +199,16 @@ def walk(
     """Walk the graph as the kernel does, query heads in turn: candidates and keys scored."""
     k, capacity, plan = limits
     group = len(queries)
-    logits = np.float32(scaling) * (queries @ head.centroids.T)  # (group, c)
+    logits = np.float32(scaling) * (queries @ to_float32(head.centroids).T)  # (group, c)
     _, inverse = quantise_queries(head, queries)
-    base = queries @ head.centre
+    base = queries @ head.array("centre")
     bounds = (
         logits / np.float32(scaling) - base[:, None] + np.float32(SLACK_SPREADS) * head.spreads
     ) * inverse[:, None]
-    seeds = [int(head.entries[0])]
+    seeds = [int(head.array("entries")[0])]
     for g in range(group):
         best = best_first(np.arange(len(head.counts)), logits[g], SEEDS_PER_HEAD)
-        seeds += [int(head.entries[1 + c]) for c in best]
+        seeds += [int(head.array("entries")[1 + c]) for c in best]
     visited: set[int] = set()
     queues: list[list[int]] = [[] for _ in range(group)]
     expanded: list[set[int]] = [set() for _ in range(group)]
@@ -208,6 +236,6 @@ def walk(
             for h in range(group):
                 if len(queues[h]) >= k:
                     thresholds[h] = scores[h][queues[h][k - 1]]
-            scored += visit([int(key) for key in head.graph[todo[0]]])
+            scored += visit([int(key) for key in head.array("graph")[todo[0]]])
         if not moved:
             return [np.array(queue, np.intp) for queue in queues], scored

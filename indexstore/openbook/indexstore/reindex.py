@@ -4,7 +4,8 @@ Owns the copy of a context into a draft with rebuilt heads. It knows nothing of 
 takes the old one's place (store.replace).
 
 Keys, values, window, tokens and probes stay bit for bit, so answers that read every key stay the
-same. The graph learns from the stored training queries: a sample of those of the ingest.
+same. The metric of the clusters is that of the stored training queries, a sample of those of the
+ingest; the plan is tuned on the stored probes.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.draft import Draft
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.errors import OperationCancelled
-from openbook.indexstore.head import DEFAULT_KEYS, HeadIndex
+from openbook.indexstore.head import DEFAULT_KEYS, HeadIndex, HeadPlan
 from openbook.indexstore.held import hold
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.layout import Kind
 from openbook.indexstore.lift import lift_plan
 from openbook.indexstore.manifest import Manifest, ManifestFields
+from openbook.indexstore.plan import plan_head, tune_plan
 
 TILE_BYTES_MAX = 4 << 20  # of scores at once, per thread; sorting them takes three times as much
-
-# (keys (m, d), queries (s, d), k) to ids (s, k), best first.
-Neighbours = Callable[[NDArray[np.float32], NDArray[np.float32], int], NDArray[np.int32]]
 
 
 def reindex(
@@ -40,31 +39,27 @@ def reindex(
     draft: Draft,
     params: IndexParams,
     *,
-    neighbours: Neighbours | None = None,
     threads: int = 1,
     is_cancelled: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest:
     """Write the context at `path` into an empty draft, its heads indexed anew, and seal it.
 
-    The id, the time of its making and how each head finds its keys are kept; the lift of the
-    estimate, the index fingerprint and the seconds of the build are new. `neighbours` finds each
-    training query's best keys by inner product (default: exact_neighbours). `is_cancelled` is asked
-    before each head. One layer is in memory at a time.
+    The id and the time of its making are kept; how each head finds its keys, the lift of the
+    estimate, the index fingerprint and the seconds of the build are new, and a context of an older
+    format becomes one of the newest. `is_cancelled` is asked before each head. One layer is in
+    memory at a time.
 
     Raises OperationCancelled (the draft is then the caller's to discard), what open_context raises
     about the old context, and what Draft.write_layer and seal raise about the new one.
     """
-    find = exact_neighbours if neighbours is None else neighbours
 
     def rebuilt(records: LayerRecords, head: int) -> HeadIndex:
         if is_cancelled():
             raise OperationCancelled
         old = records.heads[head]
         queries = np.ascontiguousarray(records.train_queries[head], np.float32)  # (s, d)
-        count = min(DEFAULT_KEYS, old.middle_tokens)
-        ids = find(to_float32(old.keys), queries, count)
-        return build_head(old.keys, old.values, queries, ids, params=params)
+        return build_head(old.keys, old.values, queries, None, params=params)
 
     held = hold(path)
     try:
@@ -82,8 +77,8 @@ def reindex(
                 count = len(records.heads)
                 heads = tuple(pool.map(rebuilt, [records] * count, range(count)))
                 new = replace(records, heads=heads)
-                scaling, old_plan = held.manifest.scaling[layer], held.manifest.plan[layer]
-                plan.append(lift_plan(old_plan, new, scaling=scaling, threads=threads))
+                scaling, tuned = held.manifest.scaling[layer], tuned_plan(new, threads=threads)
+                plan.append(lift_plan(tuned, new, scaling=scaling, threads=threads))
                 build_s += clock() - started
                 draft.write_layer(layer, new)
                 shard.check()
@@ -91,6 +86,23 @@ def reindex(
         return draft.seal(replace(_fields(held.manifest, params, build_s), plan=tuple(plan)))
     finally:
         held.close()
+
+
+def tuned_plan(records: LayerRecords, *, threads: int) -> tuple[HeadPlan, ...]:
+    """Return the plan of a layer, tuned on its stored probe queries."""
+    plan, probes = tuple(plan_head() for _ in records.heads), records.probe_queries  # (q, p, d)
+    if not plan or not probes.size:
+        return plan
+    wanted = [
+        exact_neighbours(to_float32(head.keys), mine, min(DEFAULT_KEYS, head.middle_tokens))
+        for head, mine in zip(
+            records.heads,
+            probes.reshape(len(plan), -1, probes.shape[2]),  # (KV heads, group · p, d)
+            strict=True,
+        )
+    ]
+    shaped = np.stack(wanted).reshape(*probes.shape[:2], -1)
+    return tune_plan(plan, records.heads, probes, shaped, threads=threads)
 
 
 def exact_neighbours(

@@ -43,6 +43,7 @@ class Plan(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLAN_UNSPECIFIED: _ClassVar[Plan]
     PLAN_SCAN: _ClassVar[Plan]
     PLAN_GRAPH: _ClassVar[Plan]
+    PLAN_CLUSTERS: _ClassVar[Plan]
 CONTEXT_STATE_UNSPECIFIED: ContextState
 CONTEXT_STATE_CREATING: ContextState
 CONTEXT_STATE_ACTIVE: ContextState
@@ -61,6 +62,7 @@ INGEST_STAGE_DONE: IngestStage
 PLAN_UNSPECIFIED: Plan
 PLAN_SCAN: Plan
 PLAN_GRAPH: Plan
+PLAN_CLUSTERS: Plan
 
 class Progress(_message.Message):
     __slots__ = ("stage", "layers_done", "layers")

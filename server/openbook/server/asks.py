@@ -29,6 +29,7 @@ PLANS: dict[int, PlanKind | None] = {
     pb.PLAN_UNSPECIFIED: None,
     pb.PLAN_SCAN: "scan",
     pb.PLAN_GRAPH: "graph",
+    pb.PLAN_CLUSTERS: "clusters",
 }
 
 

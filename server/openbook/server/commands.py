@@ -68,7 +68,7 @@ def serve(
         str | None, typer.Option(help="Stored keys and values. [default: float16]")
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="For measurement: force scan or graph on every head.")
+        str | None, typer.Option(help="For measurement: clusters, scan or graph.")
     ] = None,
 ) -> None:
     """Serve contexts over gRPC.

@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     kv_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    plan: Literal["scan", "graph"] | None = None
+    plan: Literal["clusters", "scan", "graph"] | None = None
 
     document_bytes_max: Annotated[int, Field(ge=1, le=GIB)] = 64 * MIB
     question_tokens_max: Annotated[int, Field(ge=1)] = 4096

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openbook.indexstore.head import EXACT, AttendRequest, AttendResult, Budget, PlanKind
 from openbook.indexstore.plan import force_plan
+from openbook.worker.errors import BadAsk
 from openbook.worker.merge import Partial, attend_keys, merge
 from openbook.worker.models import Model
 from openbook.worker.opened import OpenedContext
@@ -59,8 +60,13 @@ class Sequence:
         budget: Budget,
         plan: PlanKind | None = None,
     ) -> None:
-        """Start right after the context. `plan` forces one on every head, for measurement."""
+        """Start right after the context. `plan` forces one on every head, for measurement.
+
+        Raises BadAsk when the context was not stored with what that plan reads.
+        """
         shape = model.shape
+        if plan is not None and not all(h.serves(plan) for layer in context.heads for h in layer):
+            raise BadAsk("plan", "is one that this context has no index for")
         self.context = context
         self.budget = budget
         self.token_count = context.token_count

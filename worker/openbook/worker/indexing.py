@@ -25,7 +25,7 @@ from openbook.indexstore.head import (
     PlanKind,
     Stored,
 )
-from openbook.indexstore.plan import force_plan, plan_head, tune_plan
+from openbook.indexstore.plan import plan_head, tune_plan
 from openbook.indexstore.store import LayerRecords
 from openbook.worker.capture import (
     DECODE_SPREAD,
@@ -51,13 +51,14 @@ def layer_records(
     values: Stored,
     *,
     params: IndexParams,
+    graph: bool,
     turn: Rotation | None,
     threads: int,
 ) -> LayerRecords:
     """Build everything the store keeps of a layer.
 
-    `keys` (KV heads, n, d) and `values` (KV heads, n, dv) as stored. Without a middle there are no
-    heads, training queries or probes.
+    `keys` (KV heads, n, d) and `values` (KV heads, n, dv) as stored. `graph`: with what a scan and
+    a walk read as well. Without a middle there are no heads, training queries or probes.
     """
     query_heads, token_count, head_dim = captured.q.shape
     kv_heads, _, value_dim = values.shape
@@ -81,10 +82,13 @@ def layer_records(
     queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
-    heads = _heads(keys[:, span], values[:, span], grouped, params=params, threads=threads)
+    count = min(NEIGHBOURS, len(middle)) if graph else None
+    heads = _heads(
+        keys[:, span], values[:, span], grouped, params=params, neighbours=count, threads=threads
+    )
     probes = probe_positions(token_count, PROBES)
     probe_queries = rotated_queries(captured.q, probes, turn, spread=DECODE_SPREAD).cpu().numpy()
-    plan = tuple(plan_head(len(middle)) for _ in heads)
+    plan = tuple(plan_head() for _ in heads)
     request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
     (answer,) = attend([request], threads=threads)
     train_queries, train_positions = _kept_queries(grouped, positions)
@@ -108,9 +112,8 @@ def layer_plan(
     threads: int,
 ) -> tuple[HeadPlan, ...]:
     """Choose how each KV head of a layer finds its keys; `forced` is for measurement."""
-    plan = tuple(plan_head(head.middle_tokens) for head in heads)
-    plan = plan if forced is None else force_plan(plan, forced)
-    if all(head.kind == "scan" for head in plan):
+    plan = tuple(plan_head(forced or "clusters") for _ in heads)
+    if not heads or forced == "scan":
         return plan
     _, token_count, head_dim = captured.q.shape
     positions = probe_positions(token_count, TUNING_QUERIES)
@@ -129,19 +132,29 @@ def layer_plan(
         heads,
         queries.cpu().numpy(),
         np.stack(wanted).reshape(*queries.shape[:2], -1),
-        may_scan=forced is None,
         threads=threads,
     )
 
 
 def _heads(
-    keys: Stored, values: Stored, grouped: Tensor, *, params: IndexParams, threads: int
+    keys: Stored,
+    values: Stored,
+    grouped: Tensor,
+    *,
+    params: IndexParams,
+    neighbours: int | None,
+    threads: int,
 ) -> tuple[HeadIndex, ...]:
-    """Index every KV head's middle (KV heads, m, d) with the queries of all its query heads."""
-    count = min(NEIGHBOURS, keys.shape[1])
+    """Index every KV head's middle (KV heads, m, d) with the queries of all its query heads.
+
+    With a graph if a number of `neighbours` is given: the best keys of each query that it is made
+    of.
+    """
     # One after the other: torch has all cores in each, and one tile is in memory, not one a head.
-    neighbours = [
-        exact_top_k(queries, torch.from_numpy(to_float32(rows)).to(queries.device), count)
+    wanted = [
+        None
+        if neighbours is None
+        else exact_top_k(queries, torch.from_numpy(to_float32(rows)).to(queries.device), neighbours)
         for rows, queries in zip(keys, grouped, strict=True)
     ]
 
@@ -150,13 +163,13 @@ def _heads(
             np.ascontiguousarray(keys[head]),
             np.ascontiguousarray(values[head]),
             grouped[head].cpu().numpy(),
-            neighbours[head],
+            wanted[head],
             params=params,
             query_moment=second_moment(grouped[head]),
         )
 
     with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
-        return tuple(pool.map(build, range(len(neighbours))))
+        return tuple(pool.map(build, range(len(wanted))))
 
 
 def _kept_queries(

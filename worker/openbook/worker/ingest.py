@@ -39,7 +39,8 @@ Stage = Literal["tokenizing", "reading", "sealing"]
 class IngestSettings:
     """How a document is stored.
 
-    `plan` forces one plan on every head, for measurement. float16 gives way to bfloat16 for the
+    `plan` forces one plan on every head, for measurement; a scan or a graph needs its own records.
+    float16 gives way to bfloat16 for the
     whole context when a key or value does not fit it; the manifest says which was used. How far a
     reading is gets saved every `checkpoint_every_s` seconds, if the model can be entered halfway.
     """
@@ -50,6 +51,11 @@ class IngestSettings:
     threads: int = 1
     plan: PlanKind | None = None
     checkpoint_every_s: float = 10.0
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether heads are built with what a scan and a walk read."""
+        return self.plan in ("scan", "graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ def ingest(
         len(tokens),
         kv_dtype=settings.kv_dtype,
         params=settings.params,
+        graph=settings.has_graph,
         threads=settings.threads,
         left_bytes=left_bytes,
     )
@@ -194,7 +201,13 @@ class _LayerWriter:
         values = self._stored(captured.layer, captured.v)  # (KV heads, n, dv)
         settings, turn, threads = self._settings, self._rotation, self._settings.threads
         records = layer_records(
-            captured, keys, values, params=settings.params, turn=turn, threads=threads
+            captured,
+            keys,
+            values,
+            params=settings.params,
+            graph=settings.has_graph,
+            turn=turn,
+            threads=threads,
         )
         del keys, values
         plan = layer_plan(captured, records.heads, forced=settings.plan, turn=turn, threads=threads)

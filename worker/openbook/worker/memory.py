@@ -37,6 +37,7 @@ def refuse_without_room(
     *,
     kv_dtype: KvDtype,
     params: IndexParams,
+    graph: bool,
     threads: int,
     left_bytes: LeftBytes,
 ) -> None:
@@ -48,7 +49,9 @@ def refuse_without_room(
     host = torch.device("cpu")
 
     def needed(device: torch.device, count: int) -> int:
-        index = index_bytes(model, count, kv_dtype=kv_dtype, params=params, threads=threads)
+        index = index_bytes(
+            model, count, kv_dtype=kv_dtype, params=params, graph=graph, threads=threads
+        )
         if model.device != host:
             return FIXED_BYTES + (index if device == host else forward_bytes(model, count))
         return FIXED_BYTES + max(forward_bytes(model, count), held_bytes(model, count) + index)
@@ -85,19 +88,30 @@ def held_bytes(model: Model, tokens: int) -> int:
 
 
 def index_bytes(
-    model: Model, tokens: int, *, kv_dtype: KvDtype, params: IndexParams, threads: int
+    model: Model,
+    tokens: int,
+    *,
+    kv_dtype: KvDtype,
+    params: IndexParams,
+    graph: bool,
+    threads: int,
 ) -> int:
     """Return the most that indexing one layer takes: its heads, and what `threads` build at once.
 
     Keys and values are there twice, as the layer and as its heads; a head being built has them in
-    float32 as well, with the points of its clusters and three tables as wide as its graph.
+    float32 as well, with the points of its clusters, what they differ in and that once more,
+    turned; for a graph with three tables as wide as it.
     """
     shape = model.shape
     d, dv, stored = shape.head_dim, shape.value_dim, _STORED_BYTES[kv_dtype]
     per_cluster = (4 * (d + dv) + 16) / params.keys_per_cluster
-    head = 2 * stored * (d + dv) + d + 4 * params.degree + per_cluster + 4
-    building = 4 * (3 * d + dv) + 12 * max(d, dv) + 12 * params.degree
-    queries = len(sample_positions(tokens)) * shape.query_heads * 4 * (2 * d + NEIGHBOURS)
+    head = 2 * stored * (d + dv) + d // 4 + per_cluster + 8
+    building = 4 * (3 * d + dv) + 12 * max(d, dv)
+    queries = len(sample_positions(tokens)) * shape.query_heads * 8 * d
+    if graph:
+        head += d + 4 * params.degree
+        building += 12 * params.degree
+        queries += len(sample_positions(tokens)) * shape.query_heads * 4 * NEIGHBOURS
     rows = shape.kv_heads * head + min(threads, shape.kv_heads) * building
     return int(tokens * rows) + queries
 

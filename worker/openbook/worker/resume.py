@@ -116,4 +116,4 @@ def reading_digest(model: Model, tokens: DocumentTokens, settings: dict[str, Any
 
 
 def _plan_from(saved: dict[str, Any]) -> HeadPlan:
-    return HeadPlan(saved["kind"], saved["queue"], tuple(saved["lift"]))
+    return HeadPlan(saved["kind"], saved["queue"], tuple(saved["lift"]), saved["reach"])

@@ -1,0 +1,130 @@
+/* Sums of table lookups for keys in 4-bit codes, sixteen keys at a time.
+ *
+ * A key is one code of 4 bits per two channels; a query is a table of 16 small numbers per code,
+ * and the approximate score of a key is the sum of what its codes look up (product quantisation;
+ * in registers as in Andre et al., "Cache locality is not enough", VLDB 2015). A block is sixteen
+ * keys: `quads` rows of 32 bytes, row r with the codes 4r and 4r + 1 in the low halves of its bytes
+ * (sixteen keys each) and 4r + 2 and 4r + 3 in the high ones. No number of a table is above 63, so
+ * that four of them fit a byte. Integers do not round: all ways give the same sums to the bit.
+ */
+#ifndef OPENBOOK_CODES_H
+#define OPENBOOK_CODES_H
+
+#include <stdint.h>
+
+#include "int8.h"
+
+enum { OB_KEYS = 16, OB_ROW = 32 }; /* keys per block, bytes per row */
+
+/* sums[t] = starts[t] + what key t looks up in `tables` (4 * quads, 16) */
+static void ob_lookup_portable(const uint8_t *tables, const uint8_t *block, int64_t quads,
+                               const int16_t *starts, int16_t *sums) {
+    for (int64_t t = 0; t < OB_KEYS; t++) sums[t] = starts[t];
+    for (int64_t r = 0; r < quads; r++, tables += 64, block += OB_ROW)
+        for (int64_t t = 0; t < OB_KEYS; t++)
+            sums[t] = (int16_t)(sums[t] + tables[block[t] & 15] + tables[16 + (block[16 + t] & 15)]
+                                + tables[32 + (block[t] >> 4)] + tables[48 + (block[16 + t] >> 4)]);
+}
+
+/* The keys of a block whose sums reach a bar, a bit each. */
+static uint32_t ob_block_portable(const uint8_t *tables, const uint8_t *block, int64_t quads,
+                                  const int16_t *starts, int16_t bar, int16_t *sums) {
+    uint32_t bits = 0;
+    ob_lookup_portable(tables, block, quads, starts, sums);
+    for (int64_t t = 0; t < OB_KEYS; t++) bits |= (uint32_t)(sums[t] >= bar) << t;
+    return bits;
+}
+
+#if OB_X86
+__attribute__((target("avx2"))) static uint32_t ob_reaching16_avx2(const int16_t *values,
+                                                                      int16_t bar) {
+    __m256i hits = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)values),
+                                      _mm256_set1_epi16((int16_t)(bar - 1)));
+    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(hits),
+                                    _mm256_extracti128_si256(hits, 1));
+    return (uint32_t)_mm_movemask_epi8(bytes);
+}
+
+/* Two rows at most: their sums of four lookups stay below 256. */
+__attribute__((target("avx2"))) OB_ALWAYS __m256i ob_row_avx2(const uint8_t *tables,
+                                                              const uint8_t *row) {
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i codes = _mm256_loadu_si256((const __m256i *)row);
+    __m256i first = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)tables),
+                                        _mm256_and_si256(codes, low));
+    __m256i second = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)(tables + 32)),
+                                         _mm256_and_si256(_mm256_srli_epi16(codes, 4), low));
+    return _mm256_add_epi8(first, second);
+}
+
+__attribute__((target("avx2"))) OB_ALWAYS uint32_t ob_block_body_avx2(
+    const uint8_t *tables, const uint8_t *block, int64_t quads, const int16_t *starts, int16_t bar,
+    int16_t *sums) {
+    const __m256i low = _mm256_set1_epi16(255);
+    __m256i even = _mm256_setzero_si256(), odd = _mm256_setzero_si256();
+    for (int64_t r = 0; r < quads; r += 2) {
+        __m256i four = ob_row_avx2(tables + 64 * r, block + OB_ROW * r);
+        if (r + 1 < quads)
+            four = _mm256_add_epi8(four, ob_row_avx2(tables + 64 * (r + 1),
+                                                     block + OB_ROW * (r + 1)));
+        even = _mm256_add_epi16(even, _mm256_and_si256(four, low));
+        odd = _mm256_add_epi16(odd, _mm256_srli_epi16(four, 8));
+    }
+    /* Each half of a row had codes of its own for the same sixteen keys. */
+    __m128i evens = _mm_add_epi16(_mm256_castsi256_si128(even), _mm256_extracti128_si256(even, 1));
+    __m128i odds = _mm_add_epi16(_mm256_castsi256_si128(odd), _mm256_extracti128_si256(odd, 1));
+    __m256i all = _mm256_set_m128i(_mm_unpackhi_epi16(evens, odds),
+                                   _mm_unpacklo_epi16(evens, odds));
+    all = _mm256_add_epi16(all, _mm256_loadu_si256((const __m256i *)starts));
+    _mm256_storeu_si256((__m256i *)sums, all);
+    return ob_reaching16_avx2(sums, bar);
+}
+
+__attribute__((target("avx2"))) static uint32_t ob_block_avx2(
+    const uint8_t *tables, const uint8_t *block, int64_t quads, const int16_t *starts, int16_t bar,
+    int16_t *sums) {
+    if (quads == 8) return ob_block_body_avx2(tables, block, 8, starts, bar, sums);
+    if (quads == 16) return ob_block_body_avx2(tables, block, 16, starts, bar, sums);
+    return ob_block_body_avx2(tables, block, quads, starts, bar, sums);
+}
+#endif
+
+/* sums (16) of one query head over one block; returns the bits of those >= bar (> -32768). */
+static uint32_t ob_block(int level, const uint8_t *tables, const uint8_t *block, int64_t quads,
+                         const int16_t *starts, int16_t bar, int16_t *sums) {
+#if OB_X86
+    if (level >= OB_AVX2) return ob_block_avx2(tables, block, quads, starts, bar, sums);
+#endif
+    return ob_block_portable(tables, block, quads, starts, bar, sums);
+}
+
+/* The level of each cluster: its centroid's, no lower than -16000, and of the best key it may have.
+ * Numbers are cut off towards zero. */
+static void ob_levels(const float *logits, const float *spreads, int64_t count, float peak,
+                      float inverse, float zero, float reach, int16_t *bases, int16_t *bounds) {
+    for (int64_t c = 0; c < count; c++) {
+        float base = (logits[c] - peak) * inverse, bound = base + (zero + reach * spreads[c]);
+        base = base > -16000.0f ? base : -16000.0f;
+        bound = bound > -32767.0f ? bound : -32767.0f;
+        bound = bound < 32767.0f ? bound : 32767.0f;
+        bases[c] = (int16_t)(int32_t)base;
+        bounds[c] = (int16_t)(int32_t)bound;
+    }
+}
+
+/* Which of sixteen numbers reach a bar (> -32768), a bit each. */
+static uint32_t ob_reaching16(int level, const int16_t *values, int16_t bar) {
+    uint32_t bits = 0;
+#if OB_X86
+    if (level >= OB_AVX2) return ob_reaching16_avx2(values, bar);
+#endif
+    for (int64_t t = 0; t < 16; t++) bits |= (uint32_t)(values[t] >= bar) << t;
+    return bits;
+}
+
+/* target[0..16) = value */
+static void ob_fill(int16_t value, int16_t *target) {
+    for (int64_t t = 0; t < OB_KEYS; t++) target[t] = value;
+}
+
+#endif

@@ -1,0 +1,111 @@
+"""The codes of keys, and the search that reads them, equal their plain twins to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from heads import exact_top, make_head, prefill_queries, structured
+
+from openbook.indexstore import _build, _probe
+from openbook.indexstore.codes import train_codebook
+from openbook.indexstore.dtypes import to_float32
+from openbook.indexstore.head import HeadIndex
+from openbook.indexstore.reference_probe import decode, dot, encode, probe
+
+REACHES = (0.0, 1.0, 2.0, 50.0)
+
+
+def assert_as_its_twin(
+    head: HeadIndex, queries: np.ndarray, scaling: float, candidates: int, reach: float
+) -> None:
+    """Compare ids, exact logits and the number of keys scored, for one search."""
+    wanted = max(1, candidates // 2)
+    top, read, logits, centroid_logits, scored = _probe.find(
+        head, queries, scaling, wanted, candidates, reach
+    )
+    best, twin_scored = probe(head, queries, scaling, candidates=candidates, reach=reach)
+    pool = np.unique(np.concatenate(best))
+    keys, factor = to_float32(head.keys), np.float32(scaling)
+    expected = np.zeros(len(keys), bool)
+    for g, query in enumerate(queries):
+        exact = factor * dot(keys[pool], query)
+        order = np.lexsort((pool, -exact.astype(np.float64)))[: min(wanted, len(keys))]
+        np.testing.assert_array_equal(top[g], pool[order])
+        expected[pool[order]] = True
+        np.testing.assert_array_equal(logits[g], factor * dot(keys[read], query))
+        np.testing.assert_array_equal(
+            centroid_logits[g], factor * dot(to_float32(head.centroids), query)
+        )
+    np.testing.assert_array_equal(read, np.flatnonzero(expected))
+    assert scored == twin_scored
+
+
+@pytest.mark.parametrize("m", [1, 15, 16, 17, 100, 1003])
+@pytest.mark.parametrize("d", [5, 8, 16, 64, 80, 128])
+def test_search_equals_its_twin(m: int, d: int) -> None:
+    rng = np.random.default_rng(m * d)
+    keys = structured(rng, m, d)
+    head = make_head(keys, kv_dtype="float32" if d == 5 else "float16")
+    for group, reach in zip((1, 2, 3, 5), REACHES, strict=True):
+        queries = prefill_queries(rng, keys, group)
+        for candidates in (1, 20, 200):
+            assert_as_its_twin(head, queries, d**-0.5, candidates, reach)
+
+
+@pytest.mark.parametrize("name", ["alike", "zero", "huge", "two", "one channel"])
+def test_degenerate_keys_and_queries_are_searched_as_the_twin_does(name: str) -> None:
+    rng = np.random.default_rng(3)
+    keys = {
+        "alike": np.full((300, 16), 1.5, np.float32),
+        "zero": np.zeros((300, 16), np.float32),
+        "huge": structured(rng, 300, 16) * 5000,
+        "two": np.repeat(structured(rng, 2, 16), 150, axis=0),
+        "one channel": np.pad(rng.standard_normal((300, 1)).astype("f4"), ((0, 0), (0, 15))),
+    }[name]
+    head = make_head(np.ascontiguousarray(keys))
+    queries = rng.standard_normal((3, 16)).astype(np.float32)
+    for asked in (queries, np.zeros_like(queries), queries * 1e4, queries * 1e-20):
+        for reach in REACHES:
+            assert_as_its_twin(head, np.ascontiguousarray(asked), 0.25, 40, reach)
+
+
+def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
+    rng = np.random.default_rng(5)
+    keys = structured(rng, 2000, 64)
+    head = make_head(keys)
+    queries = prefill_queries(rng, keys, 3)
+    best = exact_top(head.keys, queries, 100)
+
+    def recall(candidates: int, reach: float) -> float:
+        top = _probe.find(head, queries, 0.125, 100, candidates, reach)[0]
+        return float(np.mean([np.isin(a, b).mean() for a, b in zip(top, best, strict=True)]))
+
+    assert recall(2000, 0) == 1
+    assert recall(300, 50) >= 0.97
+    assert recall(300, 0) <= recall(300, 2) <= recall(300, 50)
+
+
+def test_encoding_equals_its_twin_and_is_read_back() -> None:
+    rng = np.random.default_rng(7)
+    for m, pairs in ((1, 1), (16, 4), (33, 5), (200, 32)):
+        points = rng.standard_normal((m, 2 * pairs)).astype(np.float32)
+        codebook = train_codebook(points)
+        blocks = _build.encode(points, codebook)
+        np.testing.assert_array_equal(blocks, encode(points, codebook))
+
+
+def test_codes_stand_for_their_keys() -> None:
+    rng = np.random.default_rng(9)
+    keys = structured(rng, 3000, 32)
+    head = make_head(keys)
+    codes = decode(head)  # (m, p)
+    turned = np.take_along_axis(
+        head.codebook, codes.T[:, :, None].repeat(2, axis=2), axis=1
+    )  # (p, m, 2)
+    flat = turned.transpose(1, 0, 2).reshape(len(keys), -1)
+    rebuilt = flat @ head.code_basis + to_float32(head.centroids)[head.cluster_of[head.members]]
+    stored = to_float32(head.keys)[head.members]
+    coarse = stored - to_float32(head.centroids)[head.cluster_of[head.members]]
+    queries = prefill_queries(rng, keys, 50)
+    error = ((stored - rebuilt) @ queries.T).std() / (coarse @ queries.T).std()
+    assert error < 0.5, error
