@@ -1,5 +1,7 @@
 """The extension modules alone; everything else is in pyproject.toml."""
 
+from glob import glob
+
 import numpy
 from setuptools import Extension, setup
 
@@ -16,22 +18,13 @@ DIRECTIVES = {
 }
 
 
-def kernel(name: str, header: str = "kernels.h") -> Extension:
-    """Describe one Cython module; its header is part of what it is rebuilt for."""
+def kernel(name: str) -> Extension:
+    """Describe one Cython module."""
     extension = Extension(
         f"openbook.indexstore.{name}",
         [f"{KERNELS}/{name}.pyx"],
-        depends=[
-            f"{KERNELS}/{name}"
-            for name in (
-                header,
-                "int8.h",
-                "codes.h",
-                "_head.pxd",
-                "_candidates.pxd",
-                "_estimate.pxd",
-            )
-        ],
+        # Any header may be included by any module.
+        depends=[*glob(f"{KERNELS}/*.h"), *glob(f"{KERNELS}/*.pxd")],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
         extra_compile_args=COMPILE_ARGS
         + (ROUNDED if name in ("_search", "_probe", "_build") else []),
@@ -40,5 +33,5 @@ def kernel(name: str, header: str = "kernels.h") -> Extension:
     return extension
 
 
-GUARD = kernel("_guard", "guard.h")
-setup(ext_modules=[kernel(name) for name in ("_attend", "_build", "_probe", "_search")] + [GUARD])
+NAMES = ("_attend", "_build", "_guard", "_probe", "_search")
+setup(ext_modules=[kernel(name) for name in NAMES])

@@ -12,6 +12,8 @@ cdef extern from "kernels.h" nogil:
 
 cdef extern from "int8.h" nogil:
     void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
+    void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, uint32_t *bins,
+                        int64_t *spare)
     void ob_sort(int64_t *numbers, int64_t count)
 
 
@@ -62,6 +64,8 @@ cdef struct Found:
     int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded
     int32_t *bars  # (group,) of the others: no key below it is among the best
     int64_t scored
+    uint32_t *bins  # (OB_SCORE_BINS,) to choose by counting, where scores have 16 bits; else NULL
+    int64_t *spare  # (room,) then
 
 
 cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
@@ -69,7 +73,10 @@ cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
     cdef int64_t j
     cdef int64_t *row = found.packed + g * found.room
     if found.sizes[g] > found.capacity:
-        ob_keep_largest(row, found.sizes[g], found.capacity)
+        if found.bins != NULL:
+            ob_keep_scores(row, found.sizes[g], found.capacity, found.bins, found.spare)
+        else:
+            ob_keep_largest(row, found.sizes[g], found.capacity)
         found.sizes[g] = found.capacity
     if found.sizes[g] == found.capacity > 0:
         found.bars[g] = <int32_t>(row[0] >> 32)
@@ -100,8 +107,9 @@ cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int6
 cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits, int64_t stride,
                            uint32_t *pool, int64_t pool_size, uint32_t *top, uint8_t *visited,
                            int64_t bytes_) noexcept nogil:
-    # Each query head's best k of the pool by exact logit, best first; then the pool shrinks to
-    # their union. A row of `found` has room for the pool.
+    # Each query head's best k of the pool by exact logit; then the pool shrinks to their union.
+    # They are written to `top`, best first, unless that is NULL. A row of `found` has room for
+    # the pool.
     cdef int64_t g, i, kept = 0
     cdef int64_t *row
     cdef uint32_t key
@@ -111,10 +119,12 @@ cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits
         for i in range(pool_size):
             row[i] = pack(ordered(logits[g * stride + i]), pool[i])
         ob_keep_largest(row, pool_size, k)
-        ob_sort(row, k)
+        if top != NULL:
+            ob_sort(row, k)
+            for i in range(k):
+                top[g * k + i] = key_of(row[i])
         for i in range(k):
             key = key_of(row[i])
-            top[g * k + i] = key
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
     for i in range(pool_size):
         key = pool[i]

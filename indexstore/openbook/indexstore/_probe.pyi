@@ -2,15 +2,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
 
 from openbook.indexstore.head import HeadIndex
 
-@disjoint_base
-class Workspace: ...
-
 def attend(
-    tasks: list[tuple[Any, ...]], workspace: Workspace, lift_log_max: float
+    tasks: list[tuple[Any, ...]], workspace: list[NDArray[np.uint8]], lift_log_max: float
 ) -> list[tuple[NDArray[np.uint32], NDArray[np.float32], int]]: ...
 def find(
     index: HeadIndex,

@@ -6,23 +6,20 @@ head.HeadIndex has checked every array; the loops release the GIL, create no Pyt
 never raise. Their NumPy twin is reference_probe.probe.
 """
 
-cimport cython
 cimport numpy as cnp
-from libc.math cimport INFINITY, sqrtf
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memmove, memset
 
 from openbook.indexstore._candidates cimport Found, choose, keep_best, pack, union_of
 from openbook.indexstore._estimate cimport Weights, combine, left_of
 from openbook.indexstore._head cimport Head, borrow
+from openbook.indexstore._tables cimport BASE_MIN, tabulate, turn
 
 import numpy as np
 
 cnp.import_array()
 
 cdef extern from "kernels.h" nogil:
-    float ob_dot(const float *a, const float *b, int64_t d)
     int ob_best_level()
     int64_t ob_lowest_bit(uint64_t word)
     void ob_prefetch(const void *address)
@@ -34,6 +31,7 @@ cdef extern from "kernels.h" nogil:
 cdef extern from "codes.h" nogil:
     int OB_KEYS
     int OB_ROW
+    int OB_SCORE_BINS
     uint32_t ob_block(int level, const uint8_t *tables, const uint8_t *block, int64_t quads,
                       const int16_t *starts, int16_t bar, int16_t *sums)
     void ob_fill(int16_t value, int16_t *target)
@@ -44,9 +42,6 @@ cdef extern from "codes.h" nogil:
 cdef int LEVEL = ob_best_level()
 
 cdef enum:
-    TABLE_MAX = 63  # four entries of a table fit a byte
-    SUM_MAX = 16128  # of all entries together; with a base no lower than BASE_MIN all fit 16 bits
-    BASE_MIN = -16000
     BINS = 1001  # of 16 units each, from 0 down to BASE_MIN
     AHEAD = 6  # blocks whose fetching begins before they are needed
     ENOUGH = 2  # the first sweep looks at this many keys for each candidate that is wanted
@@ -65,57 +60,14 @@ cdef struct Probe:
     uint32_t *bins  # (BINS,)
 
 
-cdef float _turn(const float *query, Head *head, float scaling, float *turned) noexcept nogil:
-    # The query in the directions of the codes; returns how much wider than for the average
-    # query the scores of a cluster's keys lie.
-    cdef int64_t j, codes = 4 * head.quads
-    cdef float wide = 0, one
-    for j in range(codes * 2):
-        turned[j] = 0
-    for j in range(2 * ((head.d + 1) // 2)):
-        turned[j] = scaling * ob_dot(head.code_basis + j * head.d, query, head.d)
-        one = turned[j] * head.code_spreads[j]
-        wide += one * one
-    return sqrtf(wide)
-
-
-cdef float _tabulate(const float *turned, Head *head, float span, float *raw, uint8_t *tables,
-                     float *zero) noexcept nogil:
-    # Round what each code adds to a score to a table of small integers; returns units a score.
-    # `zero` becomes the sum of a key that lies at its centroid, `span` is that of the centroids.
-    cdef int64_t pairs = (head.d + 1) // 2, j, c, most = min(TABLE_MAX, SUM_MAX // (4 * head.quads))
-    cdef float widest = 0, low, high, inverse
-    cdef const float *codeword = head.codebook
-    zero[0] = 0
-    for j in range(pairs):
-        low = INFINITY
-        high = -INFINITY
-        for c in range(16):
-            raw[j * 16 + c] = turned[2 * j] * codeword[0] + turned[2 * j + 1] * codeword[1]
-            low = min(low, raw[j * 16 + c])
-            high = max(high, raw[j * 16 + c])
-            codeword += 2
-        for c in range(16):
-            raw[j * 16 + c] -= low
-        widest = max(widest, high - low)
-        zero[0] -= low
-    widest = max(widest / <float>most, span / <float>(-BASE_MIN))
-    inverse = <float>1 / widest if widest > 0 else 0
-    memset(tables, 0, 4 * head.quads * 16)
-    for j in range(pairs * 16):
-        tables[j] = <uint8_t>(raw[j] * inverse + <float>0.5)
-    zero[0] *= inverse
-    return inverse
-
-
 cdef void _prepare(const float *query, Head *head, const float *logits, float scaling,
                    float reach, float *raw, Probe *probe) noexcept nogil:
     # The tables of a query, and the levels of its clusters.
     cdef int64_t c
     cdef float low, high, wide, inverse, zero
     ob_range(logits, head.clusters, &low, &high)
-    wide = _turn(query, head, scaling, probe.turned)
-    inverse = _tabulate(probe.turned, head, high - low, raw, probe.tables, &zero)
+    wide = turn(query, head, scaling, probe.turned)
+    inverse = tabulate(probe.turned, head, high - low, raw, probe.tables, &zero)
     ob_levels(logits, head.spreads, head.clusters, high, inverse, zero, reach * wide * inverse,
               probe.bases, probe.bounds)
     for c in range(head.clusters, (head.clusters + 15) // 16 * 16):
@@ -251,6 +203,8 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     search.found.sizes = <int64_t *>_take(&at, group * 8)
     search.found.bars = <int32_t *>_take(&at, group * 4)
     search.found.cursors = NULL
+    search.found.bins = <uint32_t *>_take(&at, 4 * OB_SCORE_BINS)
+    search.found.spare = <int64_t *>_take(&at, 8 * room)
     search.probe.turned = <float *>_take(&at, 2 * codes * 4)
     search.probe.tables = <uint8_t *>_take(&at, 16 * codes)
     search.probe.bases = <int16_t *>_take(&at, 2 * levels)
@@ -281,10 +235,10 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
 
 
 cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
-                   Search *search) noexcept nogil:
+                   bint ranked, Search *search) noexcept nogil:
     # Search for every query head; returns how many keys there are to read, with their logits
-    # (group, that many) at the front of `logits`.
-    cdef int64_t g, c, pool_size, count, group = search.group
+    # (group, that many) at the front of `logits`. `top` is written if they are to be `ranked`.
+    cdef int64_t g, c, i, pool_size, count, group = search.group
     ob_logits(LEVEL, queries, group, head.centroids, head.centroid_dtype, head.d, NULL,
               head.clusters, scaling, search.row, search.centroid_logits, head.clusters)
     if search.k == 0:
@@ -298,34 +252,26 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
                  reach, search.raw, &search.probe)
         _search(head, g, &search.probe, &search.found)
     pool_size = union_of(&search.found, group, search.visited, search.mask_bytes, search.pool)
+    for i in range(pool_size):
+        ob_prefetch(head.cluster_of + search.pool[i])  # the estimate asks for it
     ob_logits(LEVEL, queries, group, head.keys, head.dtype, head.d, search.pool, pool_size,
               scaling, search.row, search.logits, search.stride)
     count = choose(&search.found, group, min(search.k, pool_size), search.logits, search.stride,
-                   search.pool, pool_size, search.top, search.visited, search.mask_bytes)
+                   search.pool, pool_size, search.top if ranked else NULL, search.visited,
+                   search.mask_bytes)
     for g in range(1, group):
         memmove(search.logits + g * count, search.logits + g * search.stride,
                 count * sizeof(float))
     return count
 
 
-@cython.auto_pickle(False)
-cdef class Workspace:
-    """Memory of the searches of one thread, which grows to what the largest of them takes."""
-
-    cdef char *block
-    cdef int64_t size
-
-    def __dealloc__(self):
-        free(self.block)
-
-    cdef char *of(self, int64_t size) except NULL:
-        if size > self.size:
-            free(self.block)
-            self.block = <char *>malloc(size)
-            self.size = size if self.block != NULL else 0
-            if self.block == NULL:
-                raise MemoryError
-        return self.block
+cdef char *_room(list workspace, int64_t size) except NULL:
+    # A block of memory, which the list keeps from one search to the next.
+    if not workspace:
+        workspace.append(np.empty(size, np.uint8))
+    elif workspace[0].nbytes < size:
+        workspace[0] = np.empty(size, np.uint8)
+    return cnp.PyArray_BYTES(workspace[0])
 
 
 cdef object _copied(const void *numbers, tuple shape, object dtype):
@@ -344,13 +290,13 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     centroid logits (group, c), keys scored.
     """
     cdef Head head = borrow(index)
-    cdef Workspace workspace = Workspace()
     cdef Search search
     cdef int64_t group = queries.shape[0], count
     cdef int64_t size = _lay_out(&head, group, wanted, candidates, NULL, &search)
-    _lay_out(&head, group, wanted, candidates, workspace.of(size), &search)
+    cdef list workspace = []
+    _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
     with nogil:
-        count = _find(&head, &queries[0, 0], scaling, reach, &search)
+        count = _find(&head, &queries[0, 0], scaling, reach, True, &search)
     return (_copied(search.top, (group, min(search.k, head.m)), np.uint32),
             _copied(search.pool, (count,), np.uint32),
             _copied(search.logits, (group, count), np.float32),
@@ -358,13 +304,14 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
             search.found.scored)
 
 
-def attend(list tasks, Workspace workspace, float lift_log_max):
+def attend(list tasks, list workspace, float lift_log_max):
     """Find and attend for several KV heads, one after the other; the GIL is released in each.
 
     A task is (HeadIndex, queries (group, d), scaling, wanted, candidates, reach, estimate,
     lift (group,) or None as attend_read has it, out (group, dv), lse (group,),
-    estimated_lse (group,)), float32 arrays without gaps; the last three are written. Returns for
-    each the ids read (r,), their logits (group, r) and the keys scored.
+    estimated_lse (group,)), float32 arrays without gaps; the last three are written. `workspace`,
+    empty at first, keeps memory for the thread's next call. Returns for each task the ids read
+    (r,), their logits (group, r) and the keys scored.
     """
     cdef Head head
     cdef Search search
@@ -382,13 +329,13 @@ def attend(list tasks, Workspace workspace, float lift_log_max):
         head = borrow(index)
         group = asked.shape[0]
         size = _lay_out(&head, group, wanted, candidates, NULL, &search)
-        _lay_out(&head, group, wanted, candidates, workspace.of(size), &search)
+        _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
         queries = <const float *>cnp.PyArray_DATA(asked)
         lifts = NULL if lift is None else <float *>cnp.PyArray_DATA(lift)
         sums, lse = <float *>cnp.PyArray_DATA(out), <float *>cnp.PyArray_DATA(lses)
         estimated = <float *>cnp.PyArray_DATA(rest)
         with nogil:
-            count = _find(&head, queries, scaling, reach, &search)
+            count = _find(&head, queries, scaling, reach, False, &search)
             memset(sums, 0, group * head.dv * sizeof(float))
             if estimate:
                 left_of(&head, search.pool, count, search.left)

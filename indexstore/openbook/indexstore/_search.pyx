@@ -280,6 +280,7 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     found.capacity, found.room, found.scored = capacity, room, 0
     found.packed, found.sizes = &packed[0], &packed[group * room]
     found.cursors, found.bars = found.sizes + group, &bars[0]
+    found.bins = NULL
     with nogil:
         if clusters > 0:
             ob_logits(LEVEL, &queries[0, 0], group, head.centroids, head.centroid_dtype, head.d,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,7 +101,7 @@ def _attend_tasks(
 ) -> list[tuple[NDArray[np.uint32], NDArray[np.float32], int]]:
     workspace = getattr(_LOCAL, "workspace", None)
     if workspace is None:
-        workspace = _LOCAL.workspace = _probe.Workspace()
+        workspace = _LOCAL.workspace = []
     return _probe.attend(tasks, workspace, LIFT_LOG_MAX)
 
 
@@ -121,7 +121,7 @@ class _Answer:
             mine = slice(number * group, (number + 1) * group)
             task = (  # as _probe.attend has it
                 head, queries[mine], request.scaling, budget.keys, _candidates(budget, plan),
-                plan.reach, budget.estimate, _lift(request, plan),
+                plan.reach, budget.estimate, _lift(plan.lift, request.scaling),
                 self._out[mine], self._lse[mine], self._estimated[mine],
             )  # fmt: skip
             self.tasks.append(task)
@@ -192,11 +192,10 @@ def _candidates(budget: Budget, plan: HeadPlan) -> int:
     return max(plan.queue, CANDIDATES_PER_KEY * budget.keys)
 
 
-def _lift(request: AttendRequest, plan: HeadPlan) -> NDArray[np.float32] | None:
+@lru_cache(maxsize=65_536)  # a head's is asked for at every step
+def _lift(lift: tuple[float, ...], scaling: float) -> NDArray[np.float32] | None:
     """Return what a squared spread of logits is multiplied with, (group,), if anything."""
-    if not plan.lift:
-        return None
-    return np.array(plan.lift, np.float32) * np.float32(request.scaling**2)
+    return np.array(lift, np.float32) * np.float32(scaling**2) if lift else None
 
 
 @cache
@@ -255,8 +254,8 @@ def _attend_task(task: tuple[AttendRequest, int, slice]) -> HeadResult:
         )
         centroids = centroid_logits.shape[1]
         out, lse, estimated_lse = _attend.attend_read(
-            head, read, logits, centroid_logits, budget.estimate, _lift(request, plan),
-            LIFT_LOG_MAX,
+            head, read, logits, centroid_logits, budget.estimate,
+            _lift(plan.lift, request.scaling), LIFT_LOG_MAX,
         )  # fmt: skip
     shape = queries.shape[:2]
     return HeadResult(

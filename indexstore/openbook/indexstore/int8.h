@@ -10,6 +10,7 @@
 #define OPENBOOK_INT8_H
 
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
 #define OB_X86 1
@@ -205,6 +206,29 @@ static void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep) {
         else if (keep - 1 >= i) low = i;
         else return;
     }
+}
+
+/* The same for packed candidates (_candidates.pxd) whose scores lie in 16 bits: by counting. `bins`
+ * are OB_SCORE_BINS, `spare` has room for `count`. */
+enum { OB_SCORE_BINS = 4096, OB_SCORE_SHIFT = 4 };
+static void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, uint32_t *bins,
+                           int64_t *spare) {
+    int64_t held = 0, bin = OB_SCORE_BINS, above = 0, tied = 0;
+    if (keep >= count) return;
+    memset(bins, 0, OB_SCORE_BINS * sizeof *bins);
+    for (int64_t i = 0; i < count; i++)
+        bins[((numbers[i] >> 32) + 32768) >> OB_SCORE_SHIFT]++;
+    while (held < keep) held += bins[--bin];
+    int64_t edge = (bin << OB_SCORE_SHIFT) - 32768; /* the lowest score of the last bin wanted */
+    for (int64_t i = 0; i < count; i++) {
+        int64_t number = numbers[i], score = number >> 32;
+        numbers[above] = number;
+        spare[tied] = number;
+        above += score >= edge + (1 << OB_SCORE_SHIFT);
+        tied += score >= edge && score < edge + (1 << OB_SCORE_SHIFT);
+    }
+    ob_keep_largest(spare, tied, keep - above);
+    memcpy(numbers + above, spare, (size_t)(keep - above) * sizeof *spare);
 }
 
 /* Sort different numbers, the largest first: insertion in gaps (Shell), for a hundred or so. */
