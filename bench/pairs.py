@@ -123,7 +123,8 @@ def read_pair(vectors: Any, info: dict[str, Any], number: int, queries: int) -> 
         if kind != "clusters":
             near = exact_top_k(torch.from_numpy(shared), wide, min(NEIGHBOURS, len(keys)))
         head = build_head(keys, values, shared, near, params=IndexParams())
-        plans[kind] = plan_of(head, kind, spare, wide, scaling)
+        laid_out = torch.from_numpy(to_float32(head.keys))  # in the order of the head
+        plans[kind] = plan_of(head, kind, spare, laid_out, scaling)
         build_s[kind] = time.perf_counter() - begin
     bars, exact_out = exact_answers(tests, head, scaling)
     at = info["pairs"][number]
@@ -131,7 +132,7 @@ def read_pair(vectors: Any, info: dict[str, Any], number: int, queries: int) -> 
         name=f"L{at['layer']} h{at['kv_head']}",
         head=head,
         plans=plans,
-        wide=wide.numpy(),
+        wide=laid_out.numpy(),
         training=training,
         tests=np.ascontiguousarray(tests),
         bars=bars,

@@ -133,7 +133,8 @@ class OurGraph:
         # Keys of one graph are distinct ones of the group; of several, one query head's.
         self._scored = sum(part.scored for part in found) / len(found)
         self._centroids = sum(part.centroids for part in found) / len(found)
-        return np.concatenate([part.ids for part in found]).astype(np.int64)
+        pairs = zip(self._heads, found, strict=True)
+        return np.concatenate([head.places(part.ids) for head, part in pairs])
 
     def counted(self) -> tuple[float | None, float]:
         """Return the keys scored, and the centroids, by one walk."""

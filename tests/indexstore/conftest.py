@@ -71,7 +71,7 @@ class Maker:
         """Return random arrays of the right shapes, every id in range: no index, but storable."""
         middle, d, dv = fields.middle_tokens, fields.head_dim, fields.value_dim
         clusters, sizes = max(1, middle // 16), code_sizes(middle, d)
-        cluster_of = rng.integers(0, clusters, middle, dtype=np.uint32)
+        cluster_of = np.sort(rng.integers(0, clusters, middle, dtype=np.uint32))
         return HeadIndex(
             keys=to_stored(rng.standard_normal((middle, d), np.float32), fields.kv_dtype),
             values=to_stored(rng.standard_normal((middle, dv), np.float32), fields.kv_dtype),
@@ -85,7 +85,7 @@ class Maker:
             value_sums=rng.standard_normal((clusters, dv), np.float32),
             cluster_of=cluster_of,
             spreads=rng.random(clusters, np.float32),
-            members=np.argsort(cluster_of, kind="stable").astype(np.uint32),
+            members=rng.permutation(middle).astype(np.uint32),
             codes=rng.integers(0, 256, (sizes["blocks"], sizes["rows"], 32), dtype=np.uint8),
             codebook=rng.standard_normal((sizes["pairs"], 16, 2), np.float32),
             code_basis=rng.standard_normal((sizes["directions"], d), np.float32),

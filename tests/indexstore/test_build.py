@@ -60,6 +60,7 @@ def test_same_seed_same_index_and_another_seed_another() -> None:
 def test_clusters_partition_the_keys_and_their_sums_add_up() -> None:
     head = make_head(structured(np.random.default_rng(3), 700, 16))
     keys, values = to_float32(head.keys), to_float32(head.values)
+    assert (np.diff(head.cluster_of.astype(int)) >= 0).all()
     assert np.array_equal(np.bincount(head.cluster_of), head.counts)
     sums = head.value_sums.astype(np.float32)
     np.testing.assert_allclose(sums.sum(axis=0), values.sum(axis=0), atol=0.1)
@@ -75,7 +76,7 @@ def test_spreads_are_the_scores_own_spread() -> None:
     queries = prefill_queries(rng, keys, 500)
     stored = to_stored(keys, "float32")
     head = build_head(stored, stored, queries, exact_top(stored, queries, 50), params=IndexParams())
-    offsets = keys - to_float32(head.centroids)[head.cluster_of]
+    offsets = to_float32(head.keys) - to_float32(head.centroids)[head.cluster_of]
     squares = ((queries @ offsets.T) ** 2).mean(axis=0)  # (m,)
     expected = np.sqrt(np.bincount(head.cluster_of, squares) / head.counts)
     # The metric is shrunk a little towards an even one (16 of 516 parts).

@@ -7,12 +7,14 @@ import pytest
 from heads import exact_top, make_head, prefill_queries, structured
 
 from openbook.indexstore import _build, _probe
+from openbook.indexstore.build import IndexParams
 from openbook.indexstore.codes import train_codebook
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import HeadIndex
 from openbook.indexstore.reference_probe import decode, dot, encode, probe
 
 REACHES = (0.0, 1.0, 2.0, 50.0)
+WORKSPACE: list[np.ndarray] = []  # one for all, as in a thread: nothing of a search may be left
 
 
 def assert_as_its_twin(
@@ -21,7 +23,7 @@ def assert_as_its_twin(
     """Compare ids, exact logits and the number of keys scored, for one search."""
     wanted = max(1, candidates // 2)
     top, read, logits, centroid_logits, scored = _probe.find(
-        head, queries, scaling, wanted, candidates, reach
+        head, queries, scaling, wanted, candidates, reach, WORKSPACE
     )
     best, twin_scored = probe(head, queries, scaling, candidates=candidates, reach=reach)
     pool = np.unique(np.concatenate(best))
@@ -69,6 +71,34 @@ def test_degenerate_keys_and_queries_are_searched_as_the_twin_does(name: str) ->
             assert_as_its_twin(head, np.ascontiguousarray(asked), 0.25, 40, reach)
 
 
+def random_case(rng: np.random.Generator) -> tuple[HeadIndex, np.ndarray]:
+    """Return a small head of some shape, one in four of them degenerate, and queries."""
+    m, d = int(rng.integers(1, 260)), int(rng.choice([2, 3, 7, 8, 16, 24, 33, 64]))
+    keys = structured(rng, m, d)
+    match int(rng.integers(12)):
+        case 0:
+            keys[:] = keys[0]
+        case 1:
+            keys[rng.integers(0, m, m // 2)] = keys[0]
+        case 2:
+            keys *= np.float32(10.0 ** rng.integers(-6, 4))
+    kv_dtype = ("float16", "bfloat16", "float32")[int(rng.integers(3))]
+    params = IndexParams(keys_per_cluster=int(rng.integers(1, 40)), seed=int(rng.integers(9)))
+    head = make_head(keys, kv_dtype=kv_dtype, train=int(rng.integers(0, 60)), params=params)
+    queries = rng.standard_normal((int(rng.integers(1, 6)), d)).astype(np.float32)
+    return head, queries * np.float32(10.0 ** rng.integers(-3, 3))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_heads_are_searched_as_the_twin_does(cases: int) -> None:
+    rng = np.random.default_rng(cases)
+    for _ in range(cases):
+        head, queries = random_case(rng)
+        reach, candidates = float(rng.uniform(0, 4)), int(rng.integers(1, 120))
+        assert_as_its_twin(head, queries, float(rng.uniform(0.05, 1)), candidates, reach)
+
+
 def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
     rng = np.random.default_rng(5)
     keys = structured(rng, 2000, 64)
@@ -77,7 +107,7 @@ def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
     best = exact_top(head.keys, queries, 100)
 
     def recall(candidates: int, reach: float) -> float:
-        top = _probe.find(head, queries, 0.125, 100, candidates, reach)[0]
+        top = _probe.find(head, queries, 0.125, 100, candidates, reach, [])[0]
         return float(np.mean([np.isin(a, b).mean() for a, b in zip(top, best, strict=True)]))
 
     assert recall(2000, 0) == 1
@@ -103,9 +133,9 @@ def test_codes_stand_for_their_keys() -> None:
         head.codebook, codes.T[:, :, None].repeat(2, axis=2), axis=1
     )  # (p, m, 2)
     flat = turned.transpose(1, 0, 2).reshape(len(keys), -1)
-    rebuilt = flat @ head.code_basis + to_float32(head.centroids)[head.cluster_of[head.members]]
-    stored = to_float32(head.keys)[head.members]
-    coarse = stored - to_float32(head.centroids)[head.cluster_of[head.members]]
+    rebuilt = flat @ head.code_basis + to_float32(head.centroids)[head.cluster_of]
+    stored = to_float32(head.keys)
+    coarse = stored - to_float32(head.centroids)[head.cluster_of]
     queries = prefill_queries(rng, keys, 50)
     error = ((stored - rebuilt) @ queries.T).std() / (coarse @ queries.T).std()
     assert error < 0.5, error

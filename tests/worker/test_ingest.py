@@ -91,11 +91,12 @@ def test_every_key_and_value_is_stored_once(
                 whole[0, window] = kept.window_keys[head]
                 whole[1, window] = kept.window_values[head]
                 if kept.heads:
-                    whole[0, 128 : token_count - 512] = kept.heads[head].keys
-                    whole[1, 128 : token_count - 512] = kept.heads[head].values
+                    middle, index = slice(128, token_count - 512), kept.heads[head]
+                    whole[0, middle] = index.in_text_order(index.keys)
+                    whole[1, middle] = index.in_text_order(index.values)
                 assert np.array_equal(whole[0], layer.k[head].numpy())
                 assert np.array_equal(whole[1], layer.v[head].numpy())
-            del kept
+            kept = index = None
 
 
 def test_manifest_describes_the_context(tiny_model: Tiny, digits: Digits, tmp_path: Path) -> None:

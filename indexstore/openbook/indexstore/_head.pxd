@@ -13,7 +13,6 @@ cdef struct Head:
     const float *spreads
     const void *centroids
     # NULL in a head of format 1:
-    const uint32_t *members
     const uint8_t *codes
     const float *codebook
     const float *code_basis
@@ -46,7 +45,6 @@ cdef inline Head borrow(object index):
     head.cluster_of = <const uint32_t *>_data(index.cluster_of)
     head.spreads = <const float *>_data(index.spreads)
     head.centroids = _data(index.centroids)
-    head.members = <const uint32_t *>_data(index.members)
     head.codes = <const uint8_t *>_data(index.codes)
     head.codebook = <const float *>_data(index.codebook)
     head.code_basis = <const float *>_data(index.code_basis)

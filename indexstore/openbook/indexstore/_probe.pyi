@@ -15,6 +15,7 @@ def find(
     wanted: int,
     candidates: int,
     reach: float,
+    workspace: list[NDArray[np.uint8]],
 ) -> tuple[
     NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int
 ]: ...

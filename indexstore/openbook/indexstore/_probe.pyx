@@ -53,7 +53,7 @@ cdef struct Probe:
     uint8_t *tables  # (4 * quads, 16)
     int16_t *bases  # (clusters in whole sixteens,) the centroid's score; 0 is the best one's
     int16_t *bounds  # (the same,) what a key of the cluster may come to
-    int64_t *places  # (clusters + 1,) of each cluster's first key among the members
+    int64_t *places  # (clusters + 1,) of each cluster's first key
     uint32_t *blocks  # (blocks,) to be looked at
     uint32_t *owners  # (blocks,) a cluster of which each of them has keys
     uint16_t *stamps  # (all blocks,) the query head that looked at each last, from 1; 0: none did
@@ -111,12 +111,11 @@ cdef int64_t _list(Head *head, const int16_t *levels, int16_t bar, uint16_t stam
 
 
 cdef void _fetch(Head *head, int64_t block) noexcept nogil:
-    # Begin to fetch a block's codes and the ids of its keys.
+    # Begin to fetch a block's codes.
     cdef const uint8_t *codes = head.codes + block * head.quads * OB_ROW
     cdef int64_t at
     for at in range(0, head.quads * OB_ROW, 64):
         ob_prefetch(codes + at)
-    ob_prefetch(head.members + block * OB_KEYS)
 
 
 cdef void _look(Head *head, int64_t g, int64_t count, Probe *probe, Found *found) noexcept nogil:
@@ -149,7 +148,7 @@ cdef void _look(Head *head, int64_t g, int64_t count, Probe *probe, Found *found
             bits &= bits - 1
             if found.sizes[g] == found.room:
                 keep_best(found, g)
-            row[found.sizes[g]] = pack(sums[at], head.members[begin + at])
+            row[found.sizes[g]] = pack(sums[at], <uint32_t>(begin + at))
             found.sizes[g] += 1
     keep_best(found, g)
 
@@ -281,19 +280,19 @@ cdef object _copied(const void *numbers, tuple shape, object dtype):
 
 
 def find(object index, const float[:, ::1] queries, float scaling, int64_t wanted,
-         int64_t candidates, float reach):
+         int64_t candidates, float reach, list workspace):
     """Find the best `wanted` keys of every query head of one KV head.
 
     `candidates` per query head are scored exactly. A cluster is looked at unless its keys would
     have to lie more than `reach` times their spread above its centroid to be among them.
-    Returns top ids (group, k), read ids (r,) their union in the order of ids, logits (group, r),
-    centroid logits (group, c), keys scored.
+    `workspace`, empty at first, keeps memory for the thread's next call. Returns top ids (group,
+    k), read ids (r,) their union in the order of ids, logits (group, r), centroid logits (group,
+    c), keys scored.
     """
     cdef Head head = borrow(index)
     cdef Search search
     cdef int64_t group = queries.shape[0], count
     cdef int64_t size = _lay_out(&head, group, wanted, candidates, NULL, &search)
-    cdef list workspace = []
     _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
     with nogil:
         count = _find(&head, &queries[0, 0], scaling, reach, True, &search)
@@ -309,9 +308,9 @@ def attend(list tasks, list workspace, float lift_log_max):
 
     A task is (HeadIndex, queries (group, d), scaling, wanted, candidates, reach, estimate,
     lift (group,) or None as attend_read has it, out (group, dv), lse (group,),
-    estimated_lse (group,)), float32 arrays without gaps; the last three are written. `workspace`,
-    empty at first, keeps memory for the thread's next call. Returns for each task the ids read
-    (r,), their logits (group, r) and the keys scored.
+    estimated_lse (group,)), float32 arrays without gaps; the last three are written. `workspace`
+    as in `find`. Returns for each task the ids read (r,), their logits (group, r) and the keys
+    scored.
     """
     cdef Head head
     cdef Search search

@@ -99,10 +99,15 @@ def _by_clusters(requests: Sequence[AttendRequest], threads: int) -> Iterator[At
 def _attend_tasks(
     tasks: list[tuple[Any, ...]],
 ) -> list[tuple[NDArray[np.uint32], NDArray[np.float32], int]]:
-    workspace = getattr(_LOCAL, "workspace", None)
+    return _probe.attend(tasks, _workspace(), LIFT_LOG_MAX)
+
+
+def _workspace() -> list[NDArray[np.uint8]]:
+    """Return this thread's memory for searches."""
+    workspace: list[NDArray[np.uint8]] | None = getattr(_LOCAL, "workspace", None)
     if workspace is None:
         workspace = _LOCAL.workspace = []
-    return _probe.attend(tasks, workspace, LIFT_LOG_MAX)
+    return workspace
 
 
 class _Answer:
@@ -133,7 +138,11 @@ class _Answer:
         ids: tuple[NDArray[np.int64], ...] = ()
         logits: tuple[NDArray[np.float32], ...] = ()
         if self._request.evidence:
-            ids = tuple(read.astype(np.int64) for read, _, _ in found for _ in range(self._group))
+            ids = tuple(
+                head.places(read)
+                for head, (read, _, _) in zip(self._request.heads, found, strict=True)
+                for _ in range(self._group)
+            )
             logits = tuple(row for _, rows, _ in found for row in rows)
         return AttendResult(
             out=self._out,
@@ -181,7 +190,9 @@ def find(
     """
     if plan.kind == "clusters":
         candidates = _candidates(budget, plan)
-        return _probe.find(head, queries, scaling, budget.keys, candidates, plan.reach)
+        return _probe.find(
+            head, queries, scaling, budget.keys, candidates, plan.reach, _workspace()
+        )
     return _search.find(
         head, queries, scaling, budget.keys, plan.kind == "graph", plan.queue,
         budget.estimate, SEEDS_PER_HEAD, SLACK_SPREADS,
@@ -286,7 +297,11 @@ def _join(request: AttendRequest, parts: list[HeadResult]) -> AttendResult:
     logits: tuple[NDArray[np.float32], ...] = ()
     if request.evidence:
         group = query_heads // len(request.heads)
-        ids = tuple(part.read.astype(np.int64) for part in first for _ in range(group))
+        ids = tuple(
+            head.places(part.read)
+            for head, part in zip(request.heads, first, strict=True)
+            for _ in range(group)
+        )
         logits = tuple(row for part in first for row in part.logits)
     return AttendResult(
         out=joined("out"),

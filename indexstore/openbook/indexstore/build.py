@@ -52,7 +52,7 @@ def build_head(
     params: IndexParams,
     query_moment: NDArray[np.float32] | None = None,
 ) -> HeadIndex:
-    """Build the index of one KV head's middle.
+    """Build the index of one KV head's middle, whose keys and values it puts in cluster order.
 
     `keys` (m, d) and `values` (m, dv) as stored, m ≥ 1. `queries` (s, d): training queries of all
     query heads of the group, rotated to the decode position. `neighbours` (s, k), the ids of each
@@ -68,26 +68,33 @@ def build_head(
     moment = own_moment if query_moment is None else query_moment
     metric, unit = query_metric(moment, len(queries))
     count = min(-(-m // params.keys_per_cluster), params.clusters_max)
-    clusters = cluster_keys(keys_wide, metric, count, seed=params.seed)
+    clusters, members = cluster_keys(keys_wide, metric, count, seed=params.seed).in_order()
+    keys, values = np.ascontiguousarray(keys[members]), np.ascontiguousarray(values[members])
+    keys_wide, values_wide = to_float32(keys), to_float32(values)
     cluster_ids = clusters.cluster_of.astype(np.intp)
     sizes = clusters.counts[:, None].astype(np.float32)
     centroids = _narrowed(np.asarray(group_sums(keys_wide, cluster_ids) / sizes, np.float32))
     coded = code_keys(keys_wide, to_float32(centroids), clusters, metric, unit, seed=params.seed)
     spreads = clusters.spreads(unit)
+    graph = {}
+    if neighbours is not None:
+        places = np.empty(len(members), np.int32)
+        places[members] = np.arange(len(members), dtype=np.int32)
+        graph = _graph_arrays(keys_wide, clusters, places[neighbours], params)
     return HeadIndex(
-        keys=np.ascontiguousarray(keys),
-        values=np.ascontiguousarray(values),
+        keys=keys,
+        values=values,
         centroids=centroids,
         counts=clusters.counts,
         value_sums=_narrowed(group_sums(values_wide, cluster_ids)),
         cluster_of=clusters.cluster_of,
         spreads=spreads,
-        members=coded.members,
+        members=members,
         codes=coded.codes,
         codebook=coded.codebook,
         code_basis=coded.basis,
         code_spreads=coded.spreads,
-        **({} if neighbours is None else _graph_arrays(keys_wide, clusters, neighbours, params)),
+        **graph,
     )
 
 

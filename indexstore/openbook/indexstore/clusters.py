@@ -27,6 +27,12 @@ class Clusters:
     points: NDArray[np.float32]  # (m, d) the keys in the metric of the queries
     centres: NDArray[np.float32]  # (c, d) cluster means of `points`
 
+    def in_order(self) -> tuple[Clusters, NDArray[np.uint32]]:
+        """Return the same with the keys of a cluster side by side, and which key is where (m,)."""
+        members = np.argsort(self.cluster_of, kind="stable").astype(np.uint32)
+        points = np.ascontiguousarray(self.points[members])
+        return Clusters(self.cluster_of[members], self.counts, points, self.centres), members
+
     def spreads(self, unit: float) -> NDArray[np.float32]:
         """Return (c,): how far scores of a cluster's keys lie from their mean's, root mean square.
 

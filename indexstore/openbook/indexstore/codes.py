@@ -28,7 +28,6 @@ STEPS = 8  # of Lloyd's iteration; more of them change no recall
 class Codes:
     """The codes of m keys of d channels: p = ⌈d / 2⌉ of them a key, r = ⌈p / 4⌉ rows a block."""
 
-    members: NDArray[np.uint32]  # (m,) keys by cluster, in the order of their codes
     codes: NDArray[np.uint8]  # (⌈m / 16⌉, r, 32), see codes.h
     codebook: NDArray[np.float32]  # (p, 16, 2) codewords
     basis: NDArray[np.float32]  # (2 p, d) turns a query to the directions of the codes
@@ -51,8 +50,7 @@ def code_keys(
     """
     m, d = keys.shape
     pairs = -(-d // 2)
-    members = np.argsort(clusters.cluster_of, kind="stable").astype(np.uint32)
-    rows = keys[members] - centroids[clusters.cluster_of[members]]  # (m, d)
+    rows = keys - centroids[clusters.cluster_of]  # (m, d)
     points = rows @ metric
     moment = points.T.astype(np.float64) @ points / m  # (d, d)
     variances, directions = np.linalg.eigh(moment)  # rising
@@ -72,7 +70,7 @@ def code_keys(
     )
     spreads[:d] = np.sqrt(shares) / unit
     codes = _build.encode(turned, codebook)
-    return Codes(members, codes, codebook, basis, spreads)
+    return Codes(codes, codebook, basis, spreads)
 
 
 def train_codebook(points: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -36,7 +36,9 @@ class HeadIndex:
     """One KV head's middle: its keys and values, its clusters, and how its keys are found.
 
     Every array is C-contiguous and may be a read-only view of a mapped shard: it lives as long as
-    the StoredContext it came from. The codes serve a `clusters` plan; a head of format 1 has none.
+    the StoredContext it came from. Keys and values stand in cluster order, and `members` says which
+    of the text's middle each is; in a head of format 1, which has no codes, they stand in text
+    order. Ids are places in `keys`. The codes serve a `clusters` plan.
     The arrays from `keys_int8` on serve a `scan` or a `graph` and are there only where one was
     asked for: an int8 key stands for `centre + scale * key`, per channel; `graph` row i lists the
     out-neighbours of key i, padded with i itself; `entries[j]` is the key the search starts from
@@ -52,7 +54,7 @@ class HeadIndex:
     value_sums: NDArray[Any]  # (c, dv)  float16 or float32
     cluster_of: NDArray[np.uint32]  # (m,)
     spreads: NDArray[np.float32]  # (c,)  root mean square of query · (key - centroid)
-    members: NDArray[np.uint32] | None = None  # (m,)  keys by cluster
+    members: NDArray[np.uint32] | None = None  # (m,)  where each key stood in the text
     codes: NDArray[np.uint8] | None = None  # (blocks, r, 32)
     codebook: NDArray[np.float32] | None = None  # (p, 16, 2)
     code_basis: NDArray[np.float32] | None = None  # (2 p, d)
@@ -114,6 +116,18 @@ class HeadIndex:
     def serves(self, kind: PlanKind) -> bool:
         """Whether the arrays that a plan of this kind reads are there."""
         return (self.codes if kind == "clusters" else self.graph) is not None
+
+    def places(self, ids: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """Return where the keys of these ids stood in the text's middle."""
+        return (ids if self.members is None else self.members[ids]).astype(np.int64)
+
+    def in_text_order(self, rows: Stored) -> Stored:
+        """Return `rows` (m, …), one for each key, as the keys stood in the text."""
+        if self.members is None:
+            return rows
+        ordered = np.empty_like(rows)
+        ordered[self.members] = rows
+        return ordered
 
     def array(self, name: str) -> NDArray[Any]:
         """Return one of the arrays that not every head has. Raises ValueError without it."""

@@ -110,8 +110,8 @@ def check_head(index: HeadIndex, head: int) -> None:
         raise ValueError(f"head {head}: counts differ from the members of the clusters")
     if index.members is None:
         return
-    if (np.diff(index.cluster_of[index.members].astype(np.int64)) < 0).any():
-        raise ValueError(f"head {head}: members are not sorted by cluster")
+    if (np.diff(index.cluster_of.astype(np.int64)) < 0).any():
+        raise ValueError(f"head {head}: its keys are not in the order of their clusters")
     if (np.bincount(index.members, minlength=middle) != 1).any():
         raise ValueError(f"head {head}: members names a key twice")
     for name in ("codebook", "code_basis", "code_spreads", "centroids"):

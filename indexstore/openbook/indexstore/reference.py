@@ -71,7 +71,7 @@ def attend(request: AttendRequest) -> AttendResult:
                 out[h, row], lse[h, row], estimated[h, row] = combine(
                     z, values[read], rest, len(head.counts)
                 )
-            ids.append(read.astype(np.int64))
+            ids.append(head.places(read.astype(np.uint32)))
             logits.append(z)
     evidence = request.evidence and request.heads
     return AttendResult(

@@ -45,7 +45,7 @@ def encode(points: Floats, codebook: Floats) -> NDArray[np.uint8]:
 
 
 def decode(head: HeadIndex) -> NDArray[np.intp]:
-    """Return the codes of each key (m, p), members in order: the inverse of `encode`'s packing."""
+    """Return the codes of each key (m, p): the inverse of `encode`'s packing."""
     pairs = len(head.array("codebook"))
     at, j = np.arange(len(head.keys))[:, None], np.arange(pairs)[None]
     packed = head.array("codes")[at // 16, j // 4, at % 16 + 16 * (j % 2)]
@@ -88,11 +88,11 @@ def probe(
     m = len(head.keys)
     capacity = min(m, candidates)
     made = [levels(head, query, np.float32(scaling), np.float32(reach)) for query in queries]
-    codes, of = decode(head), head.cluster_of[head.array("members")]
+    codes, of = decode(head), head.cluster_of
     sums = []
     for tables, bases, _ in made:
         looked_up = sum(tables[j, codes[:, j]] for j in range(codes.shape[1]))
-        sums.append(bases[of] + looked_up)  # (m,) members in order
+        sums.append(bases[of] + looked_up)  # (m,)
     blocks, best, looked_at = np.arange(m) // 16, [], np.zeros(m, bool)
     for (_, bases, bounds), row in zip(made, sums, strict=True):
         bins = -bases >> 4
@@ -104,7 +104,7 @@ def probe(
         bar = found[capacity - 1] if len(found) >= capacity else -32767
         chosen |= bounds >= bar
         seen = np.isin(blocks, blocks[chosen[of]])
-        ids = head.array("members")[seen].astype(np.intp)
+        ids = np.flatnonzero(seen)
         best.append(ids[np.lexsort((ids, -row[seen]))[:capacity]])
         looked_at |= seen
     return best, int(looked_at.sum())

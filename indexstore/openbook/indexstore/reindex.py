@@ -3,9 +3,10 @@
 Owns the copy of a context into a draft with rebuilt heads. It knows nothing of how the draft
 takes the old one's place (store.replace).
 
-Keys, values, window, tokens and probes stay bit for bit, so answers that read every key stay the
-same. The metric of the clusters is that of the stored training queries, a sample of those of the
-ingest; the plan is tuned on the stored probes.
+Keys, values, window, tokens and probes stay bit for bit, keys and values in the order of the new
+clusters, so answers that read every key stay the same but for the order of sums. The metric of the
+clusters is that of the stored training queries, a sample of those of the ingest; the plan is tuned
+on the stored probes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def reindex(
             raise OperationCancelled
         old = records.heads[head]
         queries = np.ascontiguousarray(records.train_queries[head], np.float32)  # (s, d)
-        return build_head(old.keys, old.values, queries, None, params=params)
+        keys, values = old.in_text_order(old.keys), old.in_text_order(old.values)
+        return build_head(keys, values, queries, None, params=params)
 
     held = hold(path)
     try:
