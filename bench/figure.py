@@ -31,10 +31,10 @@ def main() -> None:
     demo, fidelity, index = (
         json.loads((folder / f"{name}.json").read_text()) for name in ("demo", "fidelity", "index")
     )
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    figure, panels = pyplot.subplots(1, 3, figsize=(14, 3.6), constrained_layout=True)
     draw_first_token(panels[0], demo)
     draw_fidelity(panels[1], fidelity)
-    draw_error(panels[2], index)
+    draw_step(panels[2], index)
     figure.savefig(folder / "results.png", dpi=110)
 
 
@@ -61,24 +61,34 @@ def draw_fidelity(axes: Axes, fidelity: dict[str, Any]) -> None:
     axes.set_title("KL to full attention, next token")
 
 
-def draw_error(axes: Axes, index: dict[str, Any]) -> None:
-    """Draw the error of attention over the middle, as the graph found its keys."""
-    graph = index["mean"]["graph"]
-    bars = {
-        f"100 keys of a graph\n({graph['scored']:.1%} of keys scored)": graph["error_plain"],
-        "the same + estimate": graph["error"],
+def draw_step(axes: Axes, index: dict[str, Any]) -> None:
+    """Draw how long a step of attention to the middle takes, by what finds its keys."""
+    names = {
+        "exact": "all keys",
+        "flat": "faiss Flat",
+        "ivf": "faiss IVF",
+        "roargraph-int8": "RoarGraph, our kernels",
+        "retroinfer": "RetroInfer-like",
+        "graph": "our graph",
+        "clusters": "our clusters, default",
     }
-    draw_bars(axes, bars, others=1, unit="")
-    axes.set_xscale("linear")
-    axes.set_title("Error of attention, 32K tokens")
+    shown = {kind: label for kind, label in names.items() if kind in index["mean"]}
+    bars = {}
+    for kind, label in shown.items():
+        row = index["mean"][kind]
+        error = row["error"] if row["error"] is not None else row["error_plain"]
+        bars[f"{label} (error {error:.2f})"] = row["us"]
+    draw_bars(axes, bars, others=len(bars) - 2, unit=" µs")
+    axes.set_title("Attention to 32K keys, a query head, 1 core")
 
 
 def draw_bars(axes: Axes, bars: dict[str, float], *, others: int, unit: str) -> None:
-    """Draw horizontal bars on a log scale, the first `others` of them grey."""
+    """Draw horizontal bars on a log scale, which the axis says, the first `others` grey."""
     colours = [OTHERS if i < others else OURS for i in range(len(bars))]
     drawn = axes.barh(list(bars), list(bars.values()), color=colours)
     axes.bar_label(drawn, [f"{value:.3g}{unit}" for value in bars.values()], padding=3)
     axes.set_xscale("log")
+    axes.set_xlabel("logarithmic")
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.spines[["top", "right"]].set_visible(False)

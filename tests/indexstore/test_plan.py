@@ -33,7 +33,7 @@ def made(seed: int) -> tuple[HeadIndex, np.ndarray, np.ndarray]:
     top = exact_top(stored, train, 100)
     head = build_head(stored, stored, train, top, params=IndexParams(degree=12))
     queries = prefill_queries(rng, to_float32(stored), GROUP * QUERIES)
-    wanted = exact_top(stored, queries, WANTED)
+    wanted = exact_top(head.keys, queries, WANTED)
     return head, queries.reshape(GROUP, QUERIES, -1), wanted.reshape(GROUP, QUERIES, -1)
 
 

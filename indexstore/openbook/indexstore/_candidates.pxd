@@ -11,9 +11,7 @@ cdef extern from "kernels.h" nogil:
     int64_t ob_lowest_bit(uint64_t word)
 
 cdef extern from "int8.h" nogil:
-    void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
-    void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, uint32_t *bins,
-                        int64_t *spare)
+    void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, int64_t *spare)
     void ob_sort(int64_t *numbers, int64_t count)
 
 
@@ -64,8 +62,7 @@ cdef struct Found:
     int64_t *cursors  # (group,) of a walk: nothing before it is unexpanded
     int32_t *bars  # (group,) of the others: no key below it is among the best
     int64_t scored
-    uint32_t *bins  # (OB_SCORE_BINS,) to choose by counting, where scores have 16 bits; else NULL
-    int64_t *spare  # (room,) then
+    int64_t *spare  # (room,)
 
 
 cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
@@ -73,10 +70,7 @@ cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
     cdef int64_t j
     cdef int64_t *row = found.packed + g * found.room
     if found.sizes[g] > found.capacity:
-        if found.bins != NULL:
-            ob_keep_scores(row, found.sizes[g], found.capacity, found.bins, found.spare)
-        else:
-            ob_keep_largest(row, found.sizes[g], found.capacity)
+        ob_keep_scores(row, found.sizes[g], found.capacity, found.spare)
         found.sizes[g] = found.capacity
     if found.sizes[g] == found.capacity > 0:
         found.bars[g] = <int32_t>(row[0] >> 32)
@@ -118,7 +112,7 @@ cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits
         row = found.packed + g * found.room
         for i in range(pool_size):
             row[i] = pack(ordered(logits[g * stride + i]), pool[i])
-        ob_keep_largest(row, pool_size, k)
+        ob_keep_scores(row, pool_size, k, found.spare)
         if top != NULL:
             ob_sort(row, k)
             for i in range(k):

@@ -31,7 +31,6 @@ cdef extern from "kernels.h" nogil:
 cdef extern from "codes.h" nogil:
     int OB_KEYS
     int OB_ROW
-    int OB_SCORE_BINS
     uint32_t ob_block(int level, const uint8_t *tables, const uint8_t *block, int64_t quads,
                       const int16_t *starts, int16_t bar, int16_t *sums)
     void ob_fill(int16_t value, int16_t *target)
@@ -202,7 +201,6 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     search.found.sizes = <int64_t *>_take(&at, group * 8)
     search.found.bars = <int32_t *>_take(&at, group * 4)
     search.found.cursors = NULL
-    search.found.bins = <uint32_t *>_take(&at, 4 * OB_SCORE_BINS)
     search.found.spare = <int64_t *>_take(&at, 8 * room)
     search.probe.turned = <float *>_take(&at, 2 * codes * 4)
     search.probe.tables = <uint8_t *>_take(&at, 16 * codes)

@@ -275,12 +275,12 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef int32_t[::1] bars = np.empty(group, np.int32)
     cdef uint8_t[::1] visited = np.zeros(bytes_ + 8, np.uint8)
     cdef int64_t room = max(stride, 2 * capacity)  # `choose` needs as much as the pool
-    cdef int64_t[::1] packed = np.zeros(group * (room + 2) + width, np.int64)
+    cdef int64_t[::1] packed = np.zeros(group * (room + 2) + width + room, np.int64)
     cdef Found found
     found.capacity, found.room, found.scored = capacity, room, 0
     found.packed, found.sizes = &packed[0], &packed[group * room]
     found.cursors, found.bars = found.sizes + group, &bars[0]
-    found.bins = NULL
+    found.spare = &packed[group * (room + 2) + width]
     with nogil:
         if clusters > 0:
             ob_logits(LEVEL, &queries[0, 0], group, head.centroids, head.centroid_dtype, head.d,

@@ -208,24 +208,28 @@ static void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep) {
     }
 }
 
-/* The same for packed candidates (_candidates.pxd) whose scores lie in 16 bits: by counting. `bins`
- * are OB_SCORE_BINS, `spare` has room for `count`. */
-enum { OB_SCORE_BINS = 4096, OB_SCORE_SHIFT = 4 };
-static void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, uint32_t *bins,
-                           int64_t *spare) {
-    int64_t held = 0, bin = OB_SCORE_BINS, above = 0, tied = 0;
+/* The same for packed candidates (_candidates.pxd), by counting their scores: far fewer branches
+ * that nobody can foresee. `spare` has room for `count`. */
+enum { OB_BINS = 1024 };
+static void ob_keep_scores(int64_t *numbers, int64_t count, int64_t keep, int64_t *spare) {
+    uint32_t bins[OB_BINS] = {0};
+    int64_t low = INT64_MAX, high = INT64_MIN, held = 0, bin = OB_BINS, above = 0, tied = 0;
+    int shift = 0;
     if (keep >= count) return;
-    memset(bins, 0, OB_SCORE_BINS * sizeof *bins);
-    for (int64_t i = 0; i < count; i++)
-        bins[((numbers[i] >> 32) + 32768) >> OB_SCORE_SHIFT]++;
-    while (held < keep) held += bins[--bin];
-    int64_t edge = (bin << OB_SCORE_SHIFT) - 32768; /* the lowest score of the last bin wanted */
     for (int64_t i = 0; i < count; i++) {
-        int64_t number = numbers[i], score = number >> 32;
+        int64_t score = numbers[i] >> 32;
+        low = score < low ? score : low;
+        high = score > high ? score : high;
+    }
+    while ((high - low) >> shift >= OB_BINS) shift++;
+    for (int64_t i = 0; i < count; i++) bins[((numbers[i] >> 32) - low) >> shift]++;
+    while (held < keep) held += bins[--bin];
+    for (int64_t i = 0; i < count; i++) { /* the last bin wanted may hold too many */
+        int64_t number = numbers[i], mine = ((number >> 32) - low) >> shift;
         numbers[above] = number;
         spare[tied] = number;
-        above += score >= edge + (1 << OB_SCORE_SHIFT);
-        tied += score >= edge && score < edge + (1 << OB_SCORE_SHIFT);
+        above += mine > bin;
+        tied += mine == bin;
     }
     ob_keep_largest(spare, tied, keep - above);
     memcpy(numbers + above, spare, (size_t)(keep - above) * sizeof *spare);

@@ -78,6 +78,7 @@ OB_INLINE float ob_dot(const float *a, const float *b, int64_t d) {
 #if OB_X86
 enum { OB_TOGETHER = 3 };  /* query heads per pass over four rows: twelve sums in registers */
 enum { OB_AHEAD = 12 };    /* rows whose fetching begins before they are needed */
+enum { OB_PAGE = 4096 };   /* where a processor's own foresight ends */
 
 /* Eight stored numbers, widened: the same floats as ob_widen. */
 __attribute__((target("avx2,f16c"))) OB_ALWAYS __m256 ob_eight(const char *row, int dtype,
@@ -122,9 +123,10 @@ __attribute__((target("avx2,f16c"))) OB_ALWAYS int64_t ob_logits_of(
         const char *rows[4];
         for (int64_t t = 0; t < 4; t++) {
             rows[t] = keys + (ids ? (int64_t)ids[i + t] : i + t) * bytes;
-            if (ids && i + t + OB_AHEAD < count)
+            int64_t next = i + t + (ids ? OB_AHEAD : OB_PAGE / bytes); /* over a page's end */
+            if (next < count)
                 for (int64_t at = 0; at < bytes; at += 64)
-                    ob_prefetch(keys + (int64_t)ids[i + t + OB_AHEAD] * bytes + at);
+                    ob_prefetch(keys + (ids ? (int64_t)ids[next] : next) * bytes + at);
         }
         ob_four_rows(queries, heads, rows, dtype, d, scaling, logits + i, stride);
     }
