@@ -86,7 +86,14 @@ def draw_bars(axes: Axes, bars: dict[str, float], *, others: int, unit: str) -> 
     """Draw horizontal bars on a log scale, which the axis says, the first `others` grey."""
     colours = [OTHERS if i < others else OURS for i in range(len(bars))]
     drawn = axes.barh(list(bars), list(bars.values()), color=colours)
-    axes.bar_label(drawn, [f"{value:.3g}{unit}" for value in bars.values()], padding=3)
+    axes.bar_label(
+        drawn,
+        [
+            f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.3g}{unit}"
+            for value in bars.values()
+        ],
+        padding=3,
+    )
     axes.set_xscale("log")
     axes.set_xlabel("logarithmic")
     axes.invert_yaxis()
