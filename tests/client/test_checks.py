@@ -97,9 +97,9 @@ def test_doctor_names_the_vector_instructions(tmp_path: Path) -> None:
 
 def test_capacity_is_the_shape_times_the_tokens(client: Client) -> None:
     (model,) = client.models()
-    found = capacity(model, 1000, memory_bytes=9_216_001, disk_bytes=9_215_999)
+    found = capacity(model, 1000, memory_bytes=5_990_400, disk_bytes=5_990_399)
     token_bytes = 2 * 2 * LAYERS * 3 * 64  # key and value, 16 bit, of each layer and KV head
-    assert (found.kv_bytes, found.stored_bytes) == (1000 * token_bytes, 2000 * token_bytes)
+    assert (found.kv_bytes, found.stored_bytes) == (1000 * token_bytes, 1300 * token_bytes)
     assert (found.fit_in_memory, found.fit_on_disk) == (2, 1)
     assert client.count_tokens("word " * 1000).kv_bytes == found.kv_bytes
     for tokens in (0, -1, 8193):
@@ -110,8 +110,8 @@ def test_capacity_is_the_shape_times_the_tokens(client: Client) -> None:
 def test_capacity_is_printed(openbook: Callable[..., Result]) -> None:
     done = openbook("capacity", "--tokens", "1000", "--memory", "16GiB", "--disk", "1TB")
     assert re.search(r"^keys and values, 16 bit +2\.3 MB$", done.stdout, re.MULTILINE)
-    assert re.search(r"^contexts in 16GiB of memory +3728 \(rounded down\)$", done.stdout, re.M)
-    assert re.search(r"^contexts on 1TB of disk +217013 \(rounded down\)$", done.stdout, re.M)
+    assert re.search(r"^contexts in 16GiB of memory +5735 \(rounded down\)$", done.stdout, re.M)
+    assert re.search(r"^contexts on 1TB of disk +333867 \(rounded down\)$", done.stdout, re.M)
     found = json.loads(openbook("capacity", "--tokens", "1000", "--json").stdout)
     assert (found["kv_bytes"], found["fit_on_disk"]) == (2_304_000, None)
     assert openbook("capacity", "--tokens", "9000").exit_code == 2

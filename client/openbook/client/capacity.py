@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from openbook.client.views import Model
 
 NUMBER_BYTES = 2  # keys and values are counted at 16 bits
-STORED_SHARE = 2  # bytes stored, with the index, for one byte of keys and values: about
+STORED_SHARE = 1.3  # bytes stored, with the index, for one byte of keys and values: about
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def capacity(
     if not 0 < tokens <= model.positions_max:
         raise ValueError(f"tokens is {tokens}; the model takes 1 to {model.positions_max}")
     kv_bytes = tokens * model.layers * model.kv_heads * model.head_dim * 2 * NUMBER_BYTES
-    stored = STORED_SHARE * kv_bytes
+    stored = round(STORED_SHARE * kv_bytes)
     return Capacity(
         tokens=tokens,
         kv_bytes=kv_bytes,

@@ -54,7 +54,7 @@ def count(
     fields: dict[str, object] = {
         "tokens": cost.tokens,
         "keys and values, 16 bit": size(cost.kv_bytes),
-        "on disk, about": size(STORED_SHARE * cost.kv_bytes),
+        "on disk, about": size(round(STORED_SHARE * cost.kv_bytes)),
     }
     print_fields(fields, Console())
 
