@@ -144,7 +144,7 @@ def test_command_line_counts_and_ingests_with_a_ttl(
     path.write_text("one two three", encoding="utf-8")
     counted = openbook("count", str(path), "--layout", "chat")
     assert re.search(r"^tokens +3$", counted.stdout, re.MULTILINE)
-    assert re.search(r"^on disk, about +13\.8 kB$", counted.stdout, re.MULTILINE)
+    assert re.search(r"^on disk, about +8\.99 kB$", counted.stdout, re.MULTILINE)
     assert json.loads(openbook("count", str(path), "--json").stdout)["tokens"] == 3
     assert openbook("ingest", str(path), "--ttl", "7d").exit_code == 0
     assert fake.service.metadata[0].ttl.seconds == 604_800
