@@ -40,9 +40,9 @@ class IngestSettings:
     """How a document is stored.
 
     `plan` forces one plan on every head, for measurement; a scan or a graph needs its own records.
-    float16 gives way to bfloat16 for the
-    whole context when a key or value does not fit it; the manifest says which was used. How far a
-    reading is gets saved every `checkpoint_every_s` seconds, if the model can be entered halfway.
+    float16 gives way to bfloat16 for the whole context when a key or value does not fit it; the
+    manifest says which was used. How far a reading is gets saved every `checkpoint_every_s`
+    seconds, if the model can be entered halfway.
     """
 
     layout: str
