@@ -11,7 +11,7 @@ from openbook.indexstore.build import IndexParams
 from openbook.indexstore.codes import train_codebook
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import HeadIndex
-from openbook.indexstore.reference_probe import decode, dot, encode, probe
+from openbook.indexstore.reference_probe import decode, dot, encode, probe, train
 
 REACHES = (0.0, 1.0, 2.0, 50.0)
 WORKSPACE: list[np.ndarray] = []  # one for all, as in a thread: nothing of a search may be left
@@ -118,10 +118,28 @@ def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
 def test_encoding_equals_its_twin_and_is_read_back() -> None:
     rng = np.random.default_rng(7)
     for m, pairs in ((1, 1), (16, 4), (33, 5), (200, 32)):
-        points = rng.standard_normal((m, 2 * pairs)).astype(np.float32)
+        points = rng.standard_normal((pairs, 2, m)).astype(np.float32)
         codebook = train_codebook(points)
         blocks = _build.encode(points, codebook)
         np.testing.assert_array_equal(blocks, encode(points, codebook))
+
+
+def test_codewords_equal_their_twins_and_serve_points_better_than_where_they_start() -> None:
+    rng = np.random.default_rng(8)
+    for count in (1, 7, 16, 333):
+        points = rng.standard_normal((5, 2, count)).astype(np.float32)
+        points[3] = 0  # all alike: fifteen codewords are nearest to none
+        points[4] *= 5000
+        start = rng.standard_normal((5, 16, 2)).astype(np.float32)
+        moved = start.copy()
+        _build.train(points, moved, 4)
+        np.testing.assert_array_equal(moved, train(points, start, 4))
+
+    def error(codebook: np.ndarray) -> float:
+        apart = points[0].T[:, None] - codebook[0]  # (s, 16, 2)
+        return float((apart**2).sum(axis=2).min(axis=1).mean())
+
+    assert error(moved) < error(start) / 2
 
 
 def test_codes_stand_for_their_keys() -> None:

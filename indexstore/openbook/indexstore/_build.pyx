@@ -1,7 +1,7 @@
-"""The loops of the graph build: who is wanted together, who is reachable.
+"""The loops of a build: codewords and codes of keys; who is wanted together, who is reachable.
 
-graph.py checks what comes in and decides the order; reference.py holds the NumPy twins. The
-kernels release the GIL, never create Python objects and never raise.
+codes.py and graph.py check what comes in; reference_build.py and reference_probe.py hold the plain
+twins. The kernels release the GIL, never create Python objects and never raise.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
@@ -13,6 +13,10 @@ cdef extern from "kernels.h" nogil:
     void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
                    int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
                    float *logits, int64_t stride)
+
+cdef extern from "codes.h" nogil:
+    void ob_cells(const float *x, const float *y, int64_t count, const float *words,
+                  int32_t *cells)
 
 cdef int LEVEL = ob_best_level()
 
@@ -243,30 +247,72 @@ def reachable(const uint32_t[:, ::1] graph, uint32_t entry):
     return count
 
 
-def encode(const float[:, ::1] points, const float[:, :, ::1] codebook):
-    """Code points (m, 2 p) by the nearest codewords of `codebook` (p, 16, 2), the lower on a tie.
+def group_sums(const float[:, ::1] rows, const int64_t[::1] cluster_of, int64_t count):
+    """Sum rows (m, d) by cluster in double precision, in their order: (count, d) float32."""
+    cdef int64_t m = rows.shape[0], d = rows.shape[1], i, j
+    cdef double[:, ::1] sums = np.zeros((count, d))
+    cdef double *row
+    with nogil:
+        for i in range(m):
+            row = &sums[cluster_of[i], 0]
+            for j in range(d):
+                row[j] += rows[i, j]
+    return np.asarray(sums).astype(np.float32)
+
+
+cdef void _words(const float[:, ::1] codebook, float *words) noexcept nogil:
+    # What ob_cells compares with: (3, 16) of one pair's codewords (16, 2).
+    cdef int64_t c
+    cdef float x, y
+    for c in range(16):
+        x, y = codebook[c, 0], codebook[c, 1]
+        words[c], words[16 + c], words[32 + c] = x, y, (x * x + y * y) / 2
+
+
+def train(const float[:, :, ::1] pairs, float[:, :, ::1] codebook, int64_t steps):
+    """Move codewords (p, 16, 2), in place, to the means of the points nearest to them, `steps` times.
+
+    `pairs` (p, 2, s) of s points. A codeword that is nearest to none stays.
+    """
+    cdef int64_t count = pairs.shape[2], j, i, c, step
+    cdef int32_t[::1] cells = np.empty(count, np.int32)
+    cdef float words[48]
+    cdef double sums[16][2]
+    cdef int64_t held[16]
+    with nogil:
+        for j in range(pairs.shape[0]):
+            for step in range(steps):
+                _words(codebook[j], words)
+                ob_cells(&pairs[j, 0, 0], &pairs[j, 1, 0], count, words, &cells[0])
+                for c in range(16):
+                    sums[c][0] = sums[c][1] = 0
+                    held[c] = 0
+                for i in range(count):
+                    c = cells[i]
+                    sums[c][0] += pairs[j, 0, i]
+                    sums[c][1] += pairs[j, 1, i]
+                    held[c] += 1
+                for c in range(16):
+                    if held[c]:
+                        codebook[j, c, 0] = <float>(sums[c][0] / held[c])
+                        codebook[j, c, 1] = <float>(sums[c][1] / held[c])
+
+
+def encode(const float[:, :, ::1] pairs, const float[:, :, ::1] codebook):
+    """Code points (p, 2, m) by the nearest codewords of `codebook` (p, 16, 2), the lower on a tie.
 
     Returns blocks of sixteen points, (⌈m / 16⌉, ⌈p / 4⌉, 32): see codes.h.
     """
-    cdef int64_t m = points.shape[0], pairs = codebook.shape[0], i, j, c, best, row, half
-    cdef uint8_t[:, :, ::1] codes = np.zeros(((m + 15) // 16, (pairs + 3) // 4, 32), np.uint8)
-    cdef float[:, :, ::1] words = np.empty((pairs, 3, 16), np.float32)
-    cdef float affinity[16]
-    cdef float x, y
+    cdef int64_t p = pairs.shape[0], m = pairs.shape[2], i, j, half
+    cdef uint8_t[:, :, ::1] codes = np.zeros(((m + 15) // 16, (p + 3) // 4, 32), np.uint8)
+    cdef int32_t[::1] cells = np.empty(m, np.int32)
+    cdef float words[48]
     with nogil:
-        for j in range(pairs):
-            for c in range(16):
-                x, y = codebook[j, c, 0], codebook[j, c, 1]
-                words[j, 0, c], words[j, 1, c], words[j, 2, c] = x, y, (x * x + y * y) / 2
-        for i in range(m):
-            for j in range(pairs):
-                x, y = points[i, 2 * j], points[i, 2 * j + 1]
-                for c in range(16):
-                    affinity[c] = x * words[j, 0, c] + y * words[j, 1, c] - words[j, 2, c]
-                best = 0
-                for c in range(1, 16):
-                    if affinity[c] > affinity[best]:
-                        best = c
-                row, half = j // 4, j % 4
-                codes[i // 16, row, i % 16 + 16 * (half % 2)] |= <uint8_t>(best << 4 * (half // 2))
+        for j in range(p):
+            half = j % 4
+            _words(codebook[j], words)
+            ob_cells(&pairs[j, 0, 0], &pairs[j, 1, 0], m, words, &cells[0])
+            for i in range(m):
+                codes[i // 16, j // 4, i % 16 + 16 * (half % 2)] |= <uint8_t>(
+                    cells[i] << 4 * (half // 2))
     return np.asarray(codes)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from openbook.indexstore.clusters import Clusters, cluster_keys, group_sums, query_metric
 from openbook.indexstore.codes import code_keys
@@ -96,6 +99,20 @@ def build_head(
         code_spreads=coded.spreads,
         **graph,
     )
+
+
+def build_heads(
+    build: Callable[[int], HeadIndex], count: int, *, threads: int
+) -> tuple[HeadIndex, ...]:
+    """Return build(0), …, build(count - 1), which call build_head, made in `threads` threads.
+
+    Each has one thread of BLAS: more would wait for one another, and round otherwise.
+    """
+    with (
+        threadpool_limits(1, user_api="blas"),
+        ThreadPoolExecutor(threads) as pool,  # BLAS and the kernels release the GIL
+    ):
+        return tuple(pool.map(build, range(count)))
 
 
 def _narrowed(rows: NDArray[np.float32]) -> Stored:

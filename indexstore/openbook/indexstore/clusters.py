@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from openbook.indexstore import _build
+
 RIDGE_MIN = 1e-3  # share of an even metric: keeps directions that no training query used
 ITERATIONS = 4  # Lloyd steps; later ones move the error by less than its spread over seeds
 SAMPLE_PER_CLUSTER = 8  # keys that the Lloyd steps look at; the last assignment takes all
@@ -95,10 +97,8 @@ def nearest(points: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArra
 
 
 def group_sums(rows: NDArray[np.float32], cluster_of: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Sum `rows` (m, d) by cluster; every cluster id below the largest must occur."""
-    order = np.argsort(cluster_of, kind="stable")
-    starts = np.searchsorted(cluster_of[order], np.arange(cluster_of.max() + 1))
-    return np.add.reduceat(rows[order].astype(np.float64), starts, axis=0).astype(np.float32)
+    """Sum `rows` (m, d) by cluster, in double precision; ids from 0 to the largest."""
+    return _build.group_sums(rows, cluster_of, int(cluster_of.max()) + 1)
 
 
 def _means(

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#include "int8.h"
+#include "rows.h"
 
 enum { OB_KEYS = 16, OB_ROW = 32 }; /* keys per block, bytes per row */
 
@@ -120,6 +120,30 @@ static uint32_t ob_reaching16(int level, const int16_t *values, int16_t bar) {
 #endif
     for (int64_t t = 0; t < 16; t++) bits |= (uint32_t)(values[t] >= bar) << t;
     return bits;
+}
+
+/* cells[i] = the nearest of 16 codewords to the point (x[i], y[i]), the lower on a tie. `words`
+ * (3, 16): their two coordinates and half their squared lengths. */
+OB_CLONES static void ob_cells(const float *x, const float *y, int64_t count, const float *words,
+                               int32_t *cells) {
+    for (int64_t i = 0; i < count; i += 8) {
+        float here[2][8] = {{0}};
+        int32_t chosen[8];
+        int64_t some = count - i < 8 ? count - i : 8;
+        memcpy(here[0], x + i, (size_t)some * sizeof(float));
+        memcpy(here[1], y + i, (size_t)some * sizeof(float));
+        ob_v8 first = *(const ob_v8 *)here[0], second = *(const ob_v8 *)here[1];
+        ob_v8 best = first * words[0] + second * words[16] - words[32];
+        ob_i8 cell = {0};
+        for (int32_t c = 1; c < 16; c++) {
+            ob_v8 affinity = first * words[c] + second * words[16 + c] - words[32 + c];
+            ob_i8 nearer = affinity > best;
+            best = (ob_v8)(((ob_i8)affinity & nearer) | ((ob_i8)best & ~nearer));
+            cell = (c & nearer) | (cell & ~nearer);
+        }
+        *(ob_i8 *)chosen = cell;
+        memcpy(cells + i, chosen, (size_t)some * sizeof(int32_t));
+    }
 }
 
 /* target[0..16) = value */

@@ -20,7 +20,7 @@ from openbook.indexstore.clusters import Clusters
 
 CODEWORDS = 16  # of a code: what 4 bits number, and what one register holds
 BLOCK_KEYS = 16  # whose codes stand together
-SAMPLE = 4096  # differences that train the codewords
+SAMPLE = 2048  # differences that train the codewords; twice as many find no more
 STEPS = 8  # of Lloyd's iteration; more of them change no recall
 
 
@@ -58,39 +58,32 @@ def code_keys(
     order[0::2] = np.arange(d)[::-1][: -(-d // 2)]
     order[1::2] = np.arange(d)[: d // 2]
     turn = directions[:, order]  # (d, d)
-    turned = np.zeros((m, 2 * pairs), np.float32)
-    turned[:, :d] = points @ turn.astype(np.float32)
+    turned = np.zeros((2 * pairs, m), np.float32)
+    turned[:d] = turn.astype(np.float32).T @ points.T
+    paired = turned.reshape(pairs, 2, m)
     basis = np.zeros((2 * pairs, d), np.float32)
     basis[:d] = np.linalg.solve(metric.astype(np.float64), turn).T
     sample = np.random.default_rng(seed).choice(m, min(m, SAMPLE), replace=False)
-    codebook = train_codebook(turned[np.sort(sample)])
+    codebook = train_codebook(np.ascontiguousarray(paired[:, :, np.sort(sample)]))
     spreads = np.zeros(2 * pairs, np.float32)
     shares = np.maximum(variances[order], 0) / max(
         float(variances.sum()), np.finfo(np.float32).tiny
     )
     spreads[:d] = np.sqrt(shares) / unit
-    codes = _build.encode(turned, codebook)
+    codes = _build.encode(paired, codebook)
     return Codes(codes, codebook, basis, spreads)
 
 
-def train_codebook(points: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 16 codewords for each pair of channels of `points` (s, 2 p): (p, 16, 2), by k-means.
+def train_codebook(pairs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return 16 codewords for each of p pairs of channels, (p, 16, 2), by k-means.
 
-    They start at points evenly spaced along the first channel of the pair.
+    `pairs` (p, 2, s) are s points. Codewords start at points evenly spaced along the first channel
+    of the pair.
     """
-    s, width = points.shape
-    pairs = np.ascontiguousarray(points.reshape(s, width // 2, 2).transpose(1, 0, 2))  # (p, s, 2)
+    s = pairs.shape[2]
     at = (np.arange(CODEWORDS) * 2 + 1) * s // (2 * CODEWORDS)
-    order = np.argsort(pairs[:, :, 0], axis=1, kind="stable")[:, at]  # (p, 16)
-    codebook = np.take_along_axis(pairs, order[:, :, None], axis=1)
-    first = np.arange(width // 2)[:, None] * CODEWORDS
-    for _ in range(STEPS):
-        affinity = pairs @ codebook.transpose(0, 2, 1)  # (p, s, 16)
-        affinity -= (codebook**2).sum(axis=2)[:, None] / 2
-        cells = (affinity.argmax(axis=2) + first).ravel()  # (p · s,)
-        held = np.bincount(cells, minlength=first.size * CODEWORDS)
-        for channel in range(2):
-            sums = np.bincount(cells, pairs[:, :, channel].ravel(), first.size * CODEWORDS)
-            means = np.divide(sums, held, out=codebook[:, :, channel].ravel(), where=held > 0)
-            codebook[:, :, channel] = means.reshape(-1, CODEWORDS)
-    return np.ascontiguousarray(codebook, np.float32)
+    order = np.argsort(pairs[:, 0], axis=1, kind="stable")[:, None, at]  # (p, 1, 16)
+    codebook = np.take_along_axis(pairs, order, axis=2).transpose(0, 2, 1)
+    codebook = np.ascontiguousarray(codebook)
+    _build.train(pairs, codebook, STEPS)
+    return codebook

@@ -31,15 +31,32 @@ def dot(rows: Floats, vector: Floats) -> Floats:
     return total
 
 
-def encode(points: Floats, codebook: Floats) -> NDArray[np.uint8]:
-    """Return the codes of points (m, 2 p) in blocks (⌈m / 16⌉, ⌈p / 4⌉, 32): see codes.h."""
-    m, pairs = len(points), len(codebook)
-    blocks = np.zeros((-(-m // 16), -(-pairs // 4), 32), np.uint8)
+def cells_of(pairs: Floats, words: Floats) -> NDArray[np.intp]:
+    """Return which of codewords (16, 2) is nearest to each of points (2, s)."""
+    affinity = pairs[0, :, None] * words[:, 0] + pairs[1, :, None] * words[:, 1]
+    affinity -= (words * words).sum(axis=1) / np.float32(2)
+    return np.asarray(affinity.argmax(axis=1), np.intp)
+
+
+def train(pairs: Floats, codebook: Floats, steps: int) -> Floats:
+    """Twin of _build.train, which writes in place what this returns."""
+    trained = codebook.copy()
+    for mine, words in zip(pairs, trained, strict=True):
+        for _ in range(steps):
+            cells = cells_of(mine, words)
+            held = np.bincount(cells, minlength=16)
+            sums = [np.bincount(cells, channel, 16) for channel in mine]  # (2, 16) in float64
+            means = (np.stack(sums, axis=1) / np.maximum(held, 1)[:, None]).astype(np.float32)
+            words[held > 0] = means[held > 0]
+    return trained
+
+
+def encode(pairs: Floats, codebook: Floats) -> NDArray[np.uint8]:
+    """Return the codes of points (p, 2, m) in blocks (⌈m / 16⌉, ⌈p / 4⌉, 32): see codes.h."""
+    p, _, m = pairs.shape
+    blocks = np.zeros((-(-m // 16), -(-p // 4), 32), np.uint8)
     for j, words in enumerate(codebook):
-        x, y = words[:, 0], words[:, 1]
-        affinity = points[:, 2 * j, None] * x + points[:, 2 * j + 1, None] * y
-        best = (affinity - (x * x + y * y) / np.float32(2)).argmax(axis=1)
-        for i, code in enumerate(best):
+        for i, code in enumerate(cells_of(pairs[j], words)):
             blocks[i // 16, j // 4, i % 16 + 16 * (j % 2)] |= int(code) << (4 * (j % 4 // 2))
     return blocks
 

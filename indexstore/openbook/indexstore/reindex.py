@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.build import IndexParams, build_head, build_heads
 from openbook.indexstore.draft import Draft
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.errors import OperationCancelled
@@ -71,20 +71,19 @@ def reindex(
         ids = shard.read(Kind.TOKENS, None, check_digest=True)
         draft.write_tokens(ids, shard.read(Kind.OFFSETS, None, check_digest=True))
         build_s, plan = 0.0, []
-        with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
-            for layer, file in enumerate(layers):
-                shard = held.shard(file, "full")
-                records = held.records(shard, "full")
-                started = clock()
-                count = len(records.heads)
-                heads = tuple(pool.map(rebuilt, [records] * count, range(count)))
-                new = replace(records, heads=heads)
-                scaling, tuned = held.manifest.scaling[layer], tuned_plan(new, threads=threads)
-                plan.append(lift_plan(tuned, new, scaling=scaling, threads=threads))
-                build_s += clock() - started
-                draft.write_layer(layer, new)
-                shard.check()
-                del shard, records, heads, new  # unmapped before the next one is read
+        for layer, file in enumerate(layers):
+            shard = held.shard(file, "full")
+            records = held.records(shard, "full")
+            started = clock()
+            count = len(records.heads)
+            heads = build_heads(partial(rebuilt, records), count, threads=threads)
+            new = replace(records, heads=heads)
+            scaling, tuned = held.manifest.scaling[layer], tuned_plan(new, threads=threads)
+            plan.append(lift_plan(tuned, new, scaling=scaling, threads=threads))
+            build_s += clock() - started
+            draft.write_layer(layer, new)
+            shard.check()
+            del shard, records, heads, new  # unmapped before the next one is read
         return draft.seal(replace(_fields(held.manifest, params, build_s), plan=tuple(plan)))
     finally:
         held.close()

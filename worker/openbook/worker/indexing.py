@@ -6,15 +6,13 @@ nothing of files, nor of the order in which layers come.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from openbook.indexstore.attend import attend
-from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.build import IndexParams, build_head, build_heads
 from openbook.indexstore.dtypes import fits, to_float32, to_stored
 from openbook.indexstore.head import (
     DEFAULT_KEYS,
@@ -168,8 +166,7 @@ def _heads(
             query_moment=second_moment(grouped[head]),
         )
 
-    with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
-        return tuple(pool.map(build, range(len(wanted))))
+    return build_heads(build, len(wanted), threads=threads)
 
 
 def _kept_queries(
