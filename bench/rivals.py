@@ -80,7 +80,11 @@ class Flat(Library):
 
     def search(self, queries: Floats) -> Ids:
         """Return ids (G, KEYS)."""
-        return np.asarray(self._index.search(queries, KEYS)[1])
+        return self.ids(queries, KEYS)
+
+    def ids(self, queries: Floats, count: int) -> Ids:
+        """Return `count` ids for each query, (G, count)."""
+        return np.asarray(self._index.search(queries, count)[1])
 
     def counted(self) -> tuple[float | None, float]:
         """All keys."""

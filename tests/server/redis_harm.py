@@ -150,7 +150,7 @@ class Loading(Harm):
     def begin(self, server, lease_keys):
         with server.client() as client:
             client.execute_command(
-                "EVAL", "for i = 1, 4000 do redis.call('SET', 'k' .. i, i) end", 0
+                "EVAL", "for i = 1, 8000 do redis.call('SET', 'k' .. i, i) end", 0
             )
             client.execute_command("SAVE")
         server.kill()

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openbook.indexstore import _attend, _probe, _search
-from openbook.indexstore.head import AttendRequest, AttendResult, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.head import (
+    DEFAULT_KEYS,
+    AttendRequest,
+    AttendResult,
+    Budget,
+    HeadIndex,
+    HeadPlan,
+)
 
 CANDIDATES_PER_KEY = 2  # scored exactly for each key wanted, as codes are coarse
 SEEDS_PER_HEAD = 8  # best clusters of each query head whose entries a walk starts from
@@ -200,7 +207,9 @@ def find(
 
 
 def _candidates(budget: Budget, plan: HeadPlan) -> int:
-    return max(plan.queue, CANDIDATES_PER_KEY * budget.keys)
+    """Return how many keys a search by clusters scores exactly: the plan's are for DEFAULT_KEYS."""
+    tuned = -(-plan.queue * budget.keys // DEFAULT_KEYS)
+    return max(tuned, CANDIDATES_PER_KEY * budget.keys)
 
 
 @lru_cache(maxsize=65_536)  # a head's is asked for at every step

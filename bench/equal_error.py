@@ -1,0 +1,204 @@
+"""Compare what a step takes with the error of its output, at many settings of each index.
+
+    python bench/equal_error.py --vectors FILE [--heads 0,1,…] [--queries 64] [--out FILE.json]
+
+A step is search, attention and estimate of one KV head (index.py); its error is the relative L2
+distance to exact attention over the middle. Ours is asked for more or fewer keys by the plan of its
+ingest, no test query having a say; every rival is swept over its widths and, where it drops the
+keys it does not read, over how many it reads. `at_error[e][kind]` is what a kind's step takes over
+ours at an error of e, each between the two settings that lie around it on its own frontier, by the
+logarithms of both; the exact scan has no error and stands as it is. Null: no setting gets there.
+Medians over alternating rounds of the ratio in each. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from contenders import Answer, Contender, Ids, Ours, Rival, ask
+from index import measure, measure_times, step_once
+from numpy.typing import NDArray
+from pairs import Floats, Pair, read_pairs
+from retroinfer import RetroInfer
+from rivals import Flat, Ivf
+from tuning import build
+
+from openbook.indexstore.head import AttendResult, Budget
+
+OUR_KEYS = (16, 32, 64, 100, 150, 200, 300)
+PLAIN_KEYS = (100, 400)  # ours without the estimate
+READ_KEYS = (100, 200, 400, 800, 1600)  # of a rival that drops the rest
+IVF_WIDTHS = (8, 16, 32, 64)
+RETRO_WIDTHS = (4, 8, 12, 16, 24, 36, 48, 64, 96, 128)
+ANCHORS = (
+    "clusters 32",
+    "clusters 64",
+    "clusters 100",
+    "clusters 200",
+)  # whose errors are compared at
+Curve = list[tuple[float, float]]  # (error, microseconds)
+
+
+class OursOf(Ours):
+    """Our default kind with another number of keys, with or without the estimate."""
+
+    def __init__(self, pair: Pair, keys: int, *, estimates: bool) -> None:
+        super().__init__(pair, "clusters")
+        self._keys, self.estimates = keys, estimates
+        self.searches = False  # what its recall is of fewer keys is nobody's question here
+
+    def step(self, queries: Floats, *, estimate: bool) -> Answer:
+        """Search and attend in openbook's one call."""
+        budget = Budget(keys=self._keys, estimate=estimate)
+        found = ask(self._head, queries, self._plan, budget=budget, attends=True)
+        assert isinstance(found, AttendResult), "it was asked to attend"
+        return Answer(found.out[:, 0], found.keys_scored, found.centroids_scored)
+
+
+@dataclass
+class Reading:
+    """An index of faiss that is asked for `keys` of each query head."""
+
+    index: Flat
+    keys: int
+    shares = True
+
+    def search(self, queries: Floats) -> Ids:
+        """Return ids (G, keys)."""
+        return self.index.ids(queries, self.keys)
+
+    def widen(self, width: int) -> None:
+        """Set how much of the index a search looks at."""
+        self.index.widen(width)
+
+    def counted(self) -> tuple[float | None, float]:
+        """Nothing is counted: time and error are what is asked."""
+        return None, 0.0
+
+    def size_bytes(self) -> int:
+        """Return the bytes of the index."""
+        return self.index.size_bytes()
+
+
+def enter(pairs: list[Pair]) -> dict[str, list[Contender]]:
+    """Return every setting of every kind, one contender a head, by "kind setting"."""
+    entered: dict[str, list[Contender]] = {"exact": [Ours(pair, "exact") for pair in pairs]}
+    for keys in OUR_KEYS:
+        entered[f"clusters {keys}"] = [OursOf(pair, keys, estimates=True) for pair in pairs]
+    for keys in PLAIN_KEYS:
+        entered[f"plain {keys}"] = [OursOf(pair, keys, estimates=False) for pair in pairs]
+    retro = [build(RetroInfer, {}, pair)[0] for pair in pairs]
+    for width in RETRO_WIDTHS:
+        entered[f"retroinfer {width}"] = [
+            RetroInfer.contender(pair, index, width=width, setting="", build_s=0.0)
+            for pair, index in zip(pairs, retro, strict=True)
+        ]
+    flat = [build(Flat, {}, pair)[0] for pair in pairs]
+    lists = 512 if pairs[0].tokens < 65_536 else 1024
+    ivf = [build(Ivf, {"lists": lists}, pair)[0] for pair in pairs]
+    for keys in READ_KEYS:
+        entered[f"flat {keys}"] = read(pairs, flat, keys, width=None, estimates=False)
+        for width in IVF_WIDTHS:
+            name = f"{keys} of {width} lists"
+            entered[f"ivf {name}"] = read(pairs, ivf, keys, width=width, estimates=False)
+            if keys <= 200:
+                entered[f"ivf+estimate {name}"] = read(
+                    pairs, ivf, keys, width=width, estimates=True
+                )
+    return entered
+
+
+def read(
+    pairs: list[Pair], indexes: Sequence[Any], keys: int, *, width: int | None, estimates: bool
+) -> list[Contender]:
+    """Return a rival that reads so many keys, for every head."""
+    return [
+        Rival(pair, Reading(index, keys), width=width, setting="", build_s=0.0, estimates=estimates)
+        for pair, index in zip(pairs, indexes, strict=True)
+    ]
+
+
+def frontier(points: Curve) -> Curve:
+    """Return the points that none is better than in both error and time, errors rising."""
+    kept: Curve = []
+    for error, us in sorted(points):
+        if not kept or us < kept[-1][1]:
+            kept.append((error, us))
+    return kept
+
+
+def time_at(points: Curve, error: float) -> float | None:
+    """Return what a kind takes at an error, None if no setting of it gets as low."""
+    best = frontier(points)
+    if not best or best[0][0] > error:
+        return None
+    errors, us = np.log(np.maximum(np.array(best), 1e-12)).T
+    return float(np.exp(np.interp(np.log(error), errors, us)))
+
+
+def compare(
+    names: list[str], errors: NDArray[np.float64], us: NDArray[np.float64]
+) -> dict[str, dict[str, float | None]]:
+    """Return time over ours of every kind at our anchors' errors: medians over rounds.
+
+    `errors` (settings,) and `us` (settings, rounds).
+    """
+    kinds = sorted({name.split()[0] for name in names})
+    found: dict[str, dict[str, float | None]] = {}
+    for anchor in ANCHORS:
+        error = float(errors[names.index(anchor)])
+        ratios: dict[str, float | None] = {"error": error}
+        for kind in kinds:
+            mine = [n for n, name in enumerate(names) if name.split()[0] == kind]
+            times = [
+                time_at([(errors[n], us[n, turn]) for n in mine], error)
+                for turn in range(us.shape[1])
+            ]
+            ours = us[names.index(anchor)]
+            ratios[kind] = None
+            if None not in times:
+                ratios[kind] = float(np.median(np.array(times, float) / ours))
+        found[anchor] = ratios
+    return found
+
+
+def main() -> None:
+    """Measure, print a table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--vectors", type=Path, required=True)
+    parser.add_argument("--heads", help="comma-separated pair numbers; all without it")
+    parser.add_argument("--queries", type=int, default=64, help="test queries per query head")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [int(number) for number in arguments.heads.split(",")] if arguments.heads else None
+    pairs = read_pairs(arguments.vectors, chosen=chosen, queries=arguments.queries)
+    entered = enter(pairs)
+    names = list(entered)
+    spent = np.stack([times.mean(axis=1) for times in measure_times(entered, pairs, step_once)])
+    errors = np.zeros(len(names))
+    for number, contenders in enumerate(entered.values()):
+        rows = [measure(pair, one) for pair, one in zip(pairs, contenders, strict=True)]
+        shown = [row["error"] if row["error"] is not None else row["error_plain"] for row in rows]
+        errors[number] = np.mean(shown)
+        print(f"{names[number]:>32} {errors[number]:8.4f} {np.median(spent[number]):8.1f} us")
+    steps = {
+        name: {"error": float(error), "us": float(np.median(times))}
+        for name, error, times in zip(names, errors, spent, strict=True)
+    }
+    result = {"heads": len(pairs), "steps": steps, "at_error": compare(names, errors, spent)}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"at_error": result["at_error"]}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
