@@ -33,5 +33,5 @@ def kernel(name: str) -> Extension:
     return extension
 
 
-NAMES = ("_attend", "_build", "_guard", "_probe", "_search")
+NAMES = ("_attend", "_build", "_guard", "_head", "_probe", "_search")
 setup(ext_modules=[kernel(name) for name in NAMES])

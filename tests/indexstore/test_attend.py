@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,24 @@ from hypothesis import strategies as st
 from openbook.indexstore import reference
 from openbook.indexstore.attend import LIFT_LOG_MAX, attend, search
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.head import EXACT, AttendRequest, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.head import (
+    EXACT,
+    AttendRequest,
+    Budget,
+    HeadIndex,
+    HeadPlan,
+    PlanKind,
+)
 from openbook.indexstore.plan import QUEUE_NODES
 
 SCAN, GRAPH = HeadPlan("scan", QUEUE_NODES), HeadPlan("graph", QUEUE_NODES)
 CLUSTERS = HeadPlan("clusters", 200, reach=1.5)
+ARRAYS = [array.name for array in fields(HeadIndex) if array.init]
 
 
 def request_of(heads: tuple[HeadIndex, ...], queries: Any, **changes: Any) -> AttendRequest:
-    fields: dict[str, Any] = {"budget": Budget(), "plan": (SCAN,) * len(heads)}
-    return AttendRequest(heads, queries, 0.125, **{**fields, **changes})
+    made: dict[str, Any] = {"budget": Budget(), "plan": (CLUSTERS,) * len(heads)}
+    return AttendRequest(heads, queries, 0.125, **{**made, **changes})
 
 
 def two_heads(m: int, d: int, **options: Any) -> tuple[tuple[HeadIndex, ...], Any]:
@@ -135,25 +143,27 @@ def test_lift_without_keys_read_adds_at_most_its_limit() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000), m=st.integers(1, 160), d=st.sampled_from([4, 8, 17]),
-    keys=st.integers(0, 40), walks=st.booleans(), kind=st.sampled_from(["random", "equal", "zero"]),
+    keys=st.integers(0, 40), kind=st.sampled_from(["clusters", "scan", "graph"]),
+    rows_are=st.sampled_from(["random", "equal", "zero"]),
 )  # fmt: skip
 def test_random_heads_equal_their_twins(
-    seed: int, m: int, d: int, keys: int, walks: bool, kind: str
+    seed: int, m: int, d: int, keys: int, kind: PlanKind, rows_are: str
 ) -> None:
     rng = np.random.default_rng(seed)
     rows = structured(rng, m, d)
-    if kind == "equal":
+    if rows_are == "equal":
         rows[: m // 2] = rows[0]
-    elif kind == "zero":
+    elif rows_are == "zero":
         rows[:] = 0
     heads = (make_head(rows, seed=seed, train=20),)
     queries = rng.standard_normal((2, 1, d)).astype(np.float32)
     lift = (0.0, 0.4) if seed % 2 else ()
-    plan = (HeadPlan("graph" if walks else "scan", 24, lift),)
+    plan = (HeadPlan(kind, 24, lift, reach=1.5),)
     request = request_of(heads, queries, budget=Budget(keys=keys), plan=plan, evidence=True)
     (result,) = attend([request])
     twin = reference.attend(request)
-    logits = 0.125 * (to_float32(heads[0].keys) @ queries[:, 0].T).T
+    keys_in_order = to_float32(heads[0].in_text_order(heads[0].keys))
+    logits = 0.125 * (keys_in_order @ queries[:, 0].T).T
     for mine, theirs, row in zip(result.ids, twin.ids, logits, strict=True):
         # The same keys, or others of the same score.
         np.testing.assert_allclose(np.sort(row[mine]), np.sort(row[theirs]), atol=1e-5)
@@ -211,21 +221,29 @@ def test_evidence_gives_ids_and_logits_of_what_was_read() -> None:
 def test_read_only_arrays_are_accepted() -> None:
     heads, queries = two_heads(200, 16)
     for head in heads:
-        for name in HeadIndex.__dataclass_fields__:
+        for name in ARRAYS:
             getattr(head, name).flags.writeable = False
     queries.flags.writeable = False
-    for plan in (SCAN, GRAPH):
+    for plan in (CLUSTERS, SCAN, GRAPH):
         (result,) = attend([request_of(heads, queries, plan=(plan, plan))])
         assert np.isfinite(result.out).all()
 
 
 def test_a_batch_equals_its_requests_alone_for_any_threads() -> None:
-    requests = [request_of(*two_heads(m, 16)) for m in (150, 400, 90)]
+    kinds = [(CLUSTERS, CLUSTERS), (SCAN, GRAPH), (CLUSTERS, SCAN), (CLUSTERS, CLUSTERS)]
+    requests = [
+        request_of(*two_heads(m, 16), plan=plan, evidence=True)
+        for m, plan in zip((150, 400, 90, 1), kinds, strict=True)
+    ]
+    requests.insert(1, request_of(*two_heads(70, 16), budget=EXACT))
     alone = [attend([request])[0] for request in requests]
-    for threads in (1, 2, 4):
+    for threads in (1, 2, 4, 16):
         for mine, theirs in zip(attend(requests, threads=threads), alone, strict=True):
-            assert np.array_equal(mine.out, theirs.out)
-            assert np.array_equal(mine.lse, theirs.lse)
+            for name in ("out", "lse", "estimated_lse", "ids", "logits"):
+                for one, other in zip(getattr(mine, name), getattr(theirs, name), strict=True):
+                    assert np.array_equal(one, other), name
+            assert mine.keys_read == theirs.keys_read
+            assert mine.keys_scored == theirs.keys_scored
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf, np.inf])
@@ -276,7 +294,7 @@ def test_bad_budgets_are_refused(kind: Any, keys: int) -> None:
 
 def test_head_index_refuses_arrays_the_kernels_cannot_trust() -> None:
     (head, _), _ = two_heads(60, 16)
-    arrays = {name: getattr(head, name) for name in HeadIndex.__dataclass_fields__}
+    arrays = {name: getattr(head, name) for name in ARRAYS}
     with pytest.raises(ValueError, match="graph"):
         HeadIndex(**{**arrays, "graph": head.graph[:-1]})
     with pytest.raises(ValueError, match="contiguous"):

@@ -270,7 +270,7 @@ cdef void _words(const float[:, ::1] codebook, float *words) noexcept nogil:
 
 
 def train(const float[:, :, ::1] pairs, float[:, :, ::1] codebook, int64_t steps):
-    """Move codewords (p, 16, 2), in place, to the means of the points nearest to them, `steps` times.
+    """Move codewords (p, 16, 2) in place, `steps` times, to the means of the points nearest to them.
 
     `pairs` (p, 2, s) of s points. A codeword that is nearest to none stays.
     """

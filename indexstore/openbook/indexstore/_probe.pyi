@@ -1,13 +1,11 @@
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.head import HeadIndex
+from openbook.indexstore.head import HeadIndex, Step
 
 def attend(
-    tasks: list[tuple[Any, ...]], workspace: list[NDArray[np.uint8]], lift_log_max: float
-) -> list[tuple[NDArray[np.uint32], NDArray[np.float32], int]]: ...
+    parts: list[tuple[Step, int, int]], workspace: list[NDArray[np.uint8]], lift_log_max: float
+) -> list[tuple[NDArray[np.uint32], NDArray[np.float32]]]: ...
 def find(
     index: HeadIndex,
     queries: NDArray[np.float32],

@@ -301,44 +301,51 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
             search.found.scored)
 
 
-def attend(list tasks, list workspace, float lift_log_max):
-    """Find and attend for several KV heads, one after the other; the GIL is released in each.
+def attend(list parts, list workspace, float lift_log_max):
+    """Find and attend for KV heads of several requests, one after the other, without the GIL.
 
-    A task is (HeadIndex, queries (group, d), scaling, wanted, candidates, reach, estimate,
-    lift (group,) or None as attend_read has it, out (group, dv), lse (group,),
-    estimated_lse (group,)), float32 arrays without gaps; the last three are written. `workspace`
-    as in `find`. Returns for each task the ids read (r,), their logits (group, r) and the keys
-    scored.
+    A part is (step, first, stop): KV heads first, …, stop - 1 of a head.Step, of which `out`,
+    `lse`, `estimated_lse` and `counts` are written. `workspace` as in `find`. Returns for each of
+    those heads the ids read (r,) and their logits (group, r), or nothing without evidence.
     """
     cdef Head head
     cdef Search search
-    cdef int64_t group, count, size, wanted, candidates
+    cdef int64_t number, first, stop, group, count, size, wanted, at
     cdef float scaling, reach
-    cdef bint estimate
+    cdef bint estimate, evidence
     cdef const float *queries
     cdef float *lifts
-    cdef float *sums
+    cdef float *outs
     cdef float *lse
     cdef float *estimated
-    results = []
-    for task in tasks:
-        index, asked, scaling, wanted, candidates, reach, estimate, lift, out, lses, rest = task
-        head = borrow(index)
-        group = asked.shape[0]
-        size = _lay_out(&head, group, wanted, candidates, NULL, &search)
-        _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
-        queries = <const float *>cnp.PyArray_DATA(asked)
-        lifts = NULL if lift is None else <float *>cnp.PyArray_DATA(lift)
-        sums, lse = <float *>cnp.PyArray_DATA(out), <float *>cnp.PyArray_DATA(lses)
-        estimated = <float *>cnp.PyArray_DATA(rest)
-        with nogil:
-            count = _find(&head, queries, scaling, reach, False, &search)
-            memset(sums, 0, group * head.dv * sizeof(float))
-            if estimate:
-                left_of(&head, search.pool, count, search.left)
-            combine(LEVEL, &head, group, search.pool, count, search.logits,
-                    search.centroid_logits, search.left if estimate else NULL, lifts,
-                    lift_log_max, &search.weights, search.row, sums, lse, estimated)
-        results.append((_copied(search.pool, (count,), np.uint32),
-                        _copied(search.logits, (group, count), np.float32), search.found.scored))
-    return results
+    cdef const int64_t[::1] candidates
+    cdef const float[::1] reaches
+    cdef int64_t[:, ::1] counts
+    found = []
+    for step, first, stop in parts:
+        (heads, asked, scaling, wanted, candidates, reaches, lifted, estimate, evidence, out, lses,
+         rests, counts) = step
+        group = asked.shape[0] // len(heads)
+        for number in range(first, stop):
+            head = borrow(heads[number])
+            reach, at, lift = reaches[number], number * group, lifted[number]
+            size = _lay_out(&head, group, wanted, candidates[number], NULL, &search)
+            _lay_out(&head, group, wanted, candidates[number], _room(workspace, size), &search)
+            queries = <const float *>cnp.PyArray_DATA(asked) + at * head.d
+            lifts = NULL if lift is None else <float *>cnp.PyArray_DATA(lift)
+            outs = <float *>cnp.PyArray_DATA(out) + at * head.dv
+            lse = <float *>cnp.PyArray_DATA(lses) + at
+            estimated = <float *>cnp.PyArray_DATA(rests) + at
+            with nogil:
+                count = _find(&head, queries, scaling, reach, False, &search)
+                memset(outs, 0, group * head.dv * sizeof(float))
+                if estimate:
+                    left_of(&head, search.pool, count, search.left)
+                combine(LEVEL, &head, group, search.pool, count, search.logits,
+                        search.centroid_logits, search.left if estimate else NULL, lifts,
+                        lift_log_max, &search.weights, search.row, outs, lse, estimated)
+            counts[number, 0], counts[number, 1] = count, search.found.scored
+            if evidence:
+                found.append((_copied(search.pool, (count,), np.uint32),
+                              _copied(search.logits, (group, count), np.float32)))
+    return found

@@ -7,11 +7,12 @@ _search.pyx and _attend.pyx, their NumPy twins in reference.py. It knows no mode
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +25,19 @@ from openbook.indexstore.head import (
     Budget,
     HeadIndex,
     HeadPlan,
+    Step,
 )
 
 CANDIDATES_PER_KEY = 2  # scored exactly for each key wanted, as codes are coarse
 SEEDS_PER_HEAD = 8  # best clusters of each query head whose entries a walk starts from
 SLACK_SPREADS = 3.0  # a walk skips keys whose cluster lies this many spreads below the k-th best
 LIFT_LOG_MAX = 2.0  # no cluster weighs more than e² times what its mean says, whatever is stored
+EXACT_ROWS = 64  # query rows per task of the exact scan: their state stays in L2
 T = TypeVar("T")
 R = TypeVar("R")
+Floats = NDArray[np.float32]
 
 _LOCAL = threading.local()  # a workspace of the kernel in each thread
-_NOTHING = (np.zeros(0, np.uint32), np.zeros((0, 0), np.float32), 0)
-EXACT_ROWS = 64  # query rows per task of the exact scan: their state stays in L2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def attend(requests: Sequence[AttendRequest], *, threads: int = 1) -> list[Atten
         for head in range(len(requests[n].heads))
         for rows in _row_chunks(requests[n])
     ]
-    done, at = list(_mapped(_attend_task, tasks, threads)), 0
+    done, at = _in_threads(_attend_task, tasks, threads), 0
     for n in others:
         count = len(requests[n].heads) * len(_row_chunks(requests[n]))
         results[n] = _join(requests[n], done[at : at + count])
@@ -79,9 +81,12 @@ def attend(requests: Sequence[AttendRequest], *, threads: int = 1) -> list[Atten
     return [results[n] for n in range(len(requests))]
 
 
-def _mapped(call: Callable[[T], R], items: Sequence[T], threads: int) -> Iterable[R]:
-    """Call for every item, in `threads` threads if there is more than one of both."""
-    return _pool(threads).map(call, items) if threads > 1 and len(items) > 1 else map(call, items)
+def _in_threads(call: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """Call for every item, the first in this thread and the others in a pool of `threads`."""
+    if threads == 1 or len(items) < 2:
+        return [call(item) for item in items]
+    others = [_pool(threads).submit(call, item) for item in items[1:]]
+    return [call(items[0]), *(other.result() for other in others)]
 
 
 def _is_by_clusters(request: AttendRequest) -> bool:
@@ -89,24 +94,33 @@ def _is_by_clusters(request: AttendRequest) -> bool:
     return request.budget.kind == "keys" and plans == {"clusters"} and bool(request.heads)
 
 
-def _by_clusters(requests: Sequence[AttendRequest], threads: int) -> Iterator[AttendResult]:
+def _by_clusters(requests: Sequence[AttendRequest], threads: int) -> list[AttendResult]:
     """Answer requests whose heads are all searched by clusters: one call of the kernel a thread."""
-    answers = [_Answer(request) for request in requests]
-    tasks = [task for answer in answers for task in answer.tasks]
-    parts = [tasks[first::threads] for first in range(min(threads, len(tasks)))]
-    found: list[tuple[NDArray[np.uint32], NDArray[np.float32], int]] = [_NOTHING] * len(tasks)
-    for first, part in enumerate(_mapped(_attend_tasks, parts, threads)):
-        found[first :: len(parts)] = part
-    at = 0
-    for answer in answers:
-        yield answer.result(found[at : at + len(answer.tasks)])
-        at += len(answer.tasks)
+    steps = [_step_of(request) for request in requests]
+    found = _in_threads(_run, _shared_out(steps, threads), threads)
+    evidence = iter([row for rows in found for row in rows])
+    return [_result_of(step, evidence) for step in steps]
 
 
-def _attend_tasks(
-    tasks: list[tuple[Any, ...]],
-) -> list[tuple[NDArray[np.uint32], NDArray[np.float32], int]]:
-    return _probe.attend(tasks, _workspace(), LIFT_LOG_MAX)
+def _shared_out(steps: Sequence[Step], threads: int) -> list[list[tuple[Step, int, int]]]:
+    """Split the KV heads of all steps evenly into `threads` lists of (step, first, stop)."""
+    total = sum(len(step.heads) for step in steps)
+    bounds = [total * n // threads for n in range(threads + 1)]
+    shares: list[list[tuple[Step, int, int]]] = []
+    for begin, end in pairwise(bounds):
+        share, at = [], 0
+        for step in steps:
+            first, stop = max(begin - at, 0), min(end - at, len(step.heads))
+            if first < stop:
+                share.append((step, first, stop))
+            at += len(step.heads)
+        if share:
+            shares.append(share)
+    return shares
+
+
+def _run(share: list[tuple[Step, int, int]]) -> list[tuple[NDArray[np.uint32], Floats]]:
+    return _probe.attend(share, _workspace(), LIFT_LOG_MAX)
 
 
 def _workspace() -> list[NDArray[np.uint8]]:
@@ -117,50 +131,46 @@ def _workspace() -> list[NDArray[np.uint8]]:
     return workspace
 
 
-class _Answer:
-    """One request by clusters: the arrays that the kernel writes, and its tasks, one a KV head."""
+def _step_of(request: AttendRequest) -> Step:
+    """Return a request by clusters as the kernel takes it."""
+    query_heads, _, _ = request.queries.shape
+    candidates, reaches, lifts = _tuned(request.plan, request.budget.keys, request.scaling)
+    return Step(
+        heads=request.heads,
+        queries=np.ascontiguousarray(request.queries[:, 0]),
+        scaling=request.scaling,
+        keys=request.budget.keys,
+        candidates=candidates,
+        reaches=reaches,
+        lifts=lifts,
+        estimate=request.budget.estimate,
+        evidence=request.evidence,
+        out=np.empty((query_heads, 1, request.heads[0].values.shape[1]), np.float32),
+        lse=np.empty((query_heads, 1), np.float32),
+        estimated_lse=np.empty((query_heads, 1), np.float32),
+        counts=np.empty((len(request.heads), 2), np.int64),
+    )
 
-    def __init__(self, request: AttendRequest) -> None:
-        query_heads, _, _ = request.queries.shape
-        queries = np.ascontiguousarray(request.queries[:, 0])  # (query heads, d)
-        group, budget = query_heads // len(request.heads), request.budget
-        self._request, self._group = request, group
-        self._out = np.empty((query_heads, 1, request.heads[0].values.shape[1]), np.float32)
-        self._lse = np.empty((query_heads, 1), np.float32)
-        self._estimated = np.empty((query_heads, 1), np.float32)
-        self.tasks: list[tuple[Any, ...]] = []
-        for number, (head, plan) in enumerate(zip(request.heads, request.plan, strict=True)):
-            mine = slice(number * group, (number + 1) * group)
-            task = (  # as _probe.attend has it
-                head, queries[mine], request.scaling, budget.keys, _candidates(budget, plan),
-                plan.reach, budget.estimate, _lift(plan.lift, request.scaling),
-                self._out[mine], self._lse[mine], self._estimated[mine],
-            )  # fmt: skip
-            self.tasks.append(task)
 
-    def result(
-        self, found: Sequence[tuple[NDArray[np.uint32], NDArray[np.float32], int]]
-    ) -> AttendResult:
-        """Return what the kernel wrote, with what it `found` for each KV head."""
-        ids: tuple[NDArray[np.int64], ...] = ()
-        logits: tuple[NDArray[np.float32], ...] = ()
-        if self._request.evidence:
-            ids = tuple(
-                head.places(read)
-                for head, (read, _, _) in zip(self._request.heads, found, strict=True)
-                for _ in range(self._group)
-            )
-            logits = tuple(row for _, rows, _ in found for row in rows)
-        return AttendResult(
-            out=self._out,
-            lse=self._lse,
-            estimated_lse=self._estimated,
-            keys_read=sum(len(read) for read, _, _ in found),
-            keys_scored=sum(scored for _, _, scored in found),
-            centroids_scored=sum(len(head.counts) for head in self._request.heads),
-            ids=ids,
-            logits=logits,
-        )
+def _result_of(step: Step, evidence: Iterator[tuple[NDArray[np.uint32], Floats]]) -> AttendResult:
+    """Return what the kernel wrote, and the next of the `evidence` of all heads."""
+    ids: list[NDArray[np.int64]] = []
+    logits: list[Floats] = []
+    if step.evidence:
+        for head, (read, rows) in zip(step.heads, evidence, strict=False):
+            ids += [head.places(read)] * len(rows)
+            logits.extend(rows)
+    read_count, scored = step.counts.sum(axis=0)
+    return AttendResult(
+        out=step.out,
+        lse=step.lse,
+        estimated_lse=step.estimated_lse,
+        keys_read=int(read_count),
+        keys_scored=int(scored),
+        centroids_scored=sum(len(head.counts) for head in step.heads),
+        ids=tuple(ids),
+        logits=tuple(logits),
+    )
 
 
 def search(
@@ -196,7 +206,7 @@ def find(
     centroid logits (group, c), or (group, 0) where nobody needs them, and the keys scored.
     """
     if plan.kind == "clusters":
-        candidates = _candidates(budget, plan)
+        candidates = _candidates(plan, budget.keys)
         return _probe.find(
             head, queries, scaling, budget.keys, candidates, plan.reach, _workspace()
         )
@@ -206,16 +216,24 @@ def find(
     )  # fmt: skip
 
 
-def _candidates(budget: Budget, plan: HeadPlan) -> int:
+@lru_cache(maxsize=4096)  # a layer's is asked for at every step
+def _tuned(
+    plan: tuple[HeadPlan, ...], keys: int, scaling: float
+) -> tuple[NDArray[np.int64], Floats, tuple[Floats | None, ...]]:
+    """Return the candidates (H,), the reaches (H,) and the lifts of a layer's heads."""
+    candidates = np.array([_candidates(head, keys) for head in plan], np.int64)
+    reaches = np.array([head.reach for head in plan], np.float32)
+    return candidates, reaches, tuple(_lift(head, scaling) for head in plan)
+
+
+def _candidates(plan: HeadPlan, keys: int) -> int:
     """Return how many keys a search by clusters scores exactly: the plan's are for DEFAULT_KEYS."""
-    tuned = -(-plan.queue * budget.keys // DEFAULT_KEYS)
-    return max(tuned, CANDIDATES_PER_KEY * budget.keys)
+    return max(-(-plan.queue * keys // DEFAULT_KEYS), CANDIDATES_PER_KEY * keys)
 
 
-@lru_cache(maxsize=65_536)  # a head's is asked for at every step
-def _lift(lift: tuple[float, ...], scaling: float) -> NDArray[np.float32] | None:
+def _lift(plan: HeadPlan, scaling: float) -> Floats | None:
     """Return what a squared spread of logits is multiplied with, (group,), if anything."""
-    return np.array(lift, np.float32) * np.float32(scaling**2) if lift else None
+    return np.array(plan.lift, np.float32) * np.float32(scaling**2) if plan.lift else None
 
 
 @cache
@@ -275,7 +293,7 @@ def _attend_task(task: tuple[AttendRequest, int, slice]) -> HeadResult:
         centroids = centroid_logits.shape[1]
         out, lse, estimated_lse = _attend.attend_read(
             head, read, logits, centroid_logits, budget.estimate,
-            _lift(plan.lift, request.scaling), LIFT_LOG_MAX,
+            _lift(plan, request.scaling), LIFT_LOG_MAX,
         )  # fmt: skip
     shape = queries.shape[:2]
     return HeadResult(

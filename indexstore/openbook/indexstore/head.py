@@ -9,11 +9,13 @@ carried as uint16 bits, because NumPy has no such type; float16 and float32 are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from openbook.indexstore._head import Borrowed
 
 SINK_TOKENS = 128  # RetrievalAttention §3.3: the first tokens draw attention from every query
 RECENT_TOKENS = 512  # RetrievalAttention §3.3: the last tokens of the context
@@ -64,6 +66,7 @@ class HeadIndex:
     scale: NDArray[np.float32] | None = None  # (d,)
     graph: NDArray[np.uint32] | None = None  # (m, degree)
     entries: NDArray[np.uint32] | None = None  # (e,)  e = c + 1: entries[0] is the hub
+    borrowed: Borrowed = field(init=False, repr=False, compare=False)  # what the kernels see
 
     def __post_init__(self) -> None:
         """Check what the kernels trust: dtype, shape and contiguity of every array.
@@ -112,6 +115,7 @@ class HeadIndex:
             if array.dtype != dtype or not fits:
                 found = f"{array.dtype} {array.shape}"
                 raise ValueError(f"{name} must be {np.dtype(dtype).name} {shape}, got {found}")
+        object.__setattr__(self, "borrowed", Borrowed(self))
 
     def serves(self, kind: PlanKind) -> bool:
         """Whether the arrays that a plan of this kind reads are there."""
@@ -194,6 +198,25 @@ class AttendRequest:
     budget: Budget
     plan: tuple[HeadPlan, ...]
     evidence: bool = False
+
+
+class Step(NamedTuple):
+    """One request by clusters as the kernel takes it, H KV heads; arrays have no gaps."""
+
+    heads: tuple[HeadIndex, ...]
+    queries: NDArray[np.float32]  # (query heads, d)
+    scaling: float
+    keys: int
+    candidates: NDArray[np.int64]  # (H,) scored exactly per query head
+    reaches: NDArray[np.float32]  # (H,)
+    lifts: tuple[NDArray[np.float32] | None, ...]  # (H,) of (group,), of squared logits
+    estimate: bool
+    evidence: bool
+    # The kernel writes:
+    out: NDArray[np.float32]  # (query heads, 1, dv)
+    lse: NDArray[np.float32]  # (query heads, 1)
+    estimated_lse: NDArray[np.float32]  # (query heads, 1)
+    counts: NDArray[np.int64]  # (H, 2) keys read, keys scored
 
 
 @dataclass(frozen=True, slots=True)
