@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from contenders import Found, Ids, ask
-from native import BENCH, OUT, load
+from native import OUT, load, sources_of
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
 from rivals import centred
@@ -73,7 +73,9 @@ def make_graph(
     `link` makes the lists from the keys and the queries' exact neighbours, with the loops of
     bench/<name>.pyx; a change of these builds anew.
     """
-    digest = hashlib.sha256((BENCH / f"{name}.pyx").read_bytes())
+    digest = hashlib.sha256()
+    for source in sources_of(name):
+        digest.update(source.read_bytes())
     for part in (keys, queries, np.array([LISTED, LINKS, BEAM])):
         digest.update(np.ascontiguousarray(part).data)
     kept = OUT / f"{name}-{digest.hexdigest()[:24]}.npz"
