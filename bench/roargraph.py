@@ -21,10 +21,9 @@ from contenders import Found, Ids, ask
 from native import OUT, load, sources_of
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
-from rivals import centred
+from rivals import centred, narrowed
 
 from openbook.indexstore.build import quantise_keys
-from openbook.indexstore.dtypes import fits, to_stored
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
 from openbook.worker.capture import exact_top_k
 
@@ -160,7 +159,7 @@ class RoarGraphInt8(RoarGraph):
         """Build the graph, then lay it out as a head whose keys are all in one cluster."""
         super().build_on(keys, queries)
         n, d = keys.shape
-        stored = to_stored(keys, "float16" if fits(keys, "float16") else "float32")
+        stored = narrowed(keys)
         keys_int8, centre, scale = quantise_keys(keys)
         self._head = HeadIndex(
             keys=stored,
