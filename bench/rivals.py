@@ -150,7 +150,7 @@ class Ivf(Flat):
         """Return ids (G, KEYS)."""
         self._faiss.cvar.indexIVF_stats.reset()
         self._queries = len(queries)
-        return np.asarray(self._index.search(queries, KEYS)[1])
+        return super().search(queries)
 
     def counted(self) -> tuple[float | None, float]:
         """Return faiss's own count of distances, and the lists' centroids."""
@@ -233,7 +233,7 @@ class Hnsw(Flat):
         """Return ids (G, KEYS)."""
         self._faiss.cvar.hnsw_stats.reset()
         self._queries = len(queries)
-        return np.asarray(self._index.search(asked_of(self._metric, queries), KEYS)[1])
+        return super().search(asked_of(self._metric, queries))
 
     def counted(self) -> tuple[float | None, float]:
         """Return faiss's own count of distances."""
