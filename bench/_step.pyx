@@ -5,10 +5,9 @@ clusters; all with openbook's own kernels. Arrays are checked by their types, id
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
-from openbook.indexstore._candidates cimport key_of, ordered, pack
+from openbook.indexstore._candidates cimport Found, keep_best, ordered, pack, union_of
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
@@ -17,39 +16,34 @@ cnp.import_array()
 
 cdef extern from "kernels.h" nogil:
     int ob_best_level()
-    int64_t ob_lowest_bit(uint64_t word)
     void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
                    int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
                    float *logits, int64_t stride)
-    void ob_keep_largest(int64_t *numbers, int64_t count, int64_t keep)
 
 cdef int LEVEL = ob_best_level()
-
-
-cdef int64_t _drain(uint8_t *marked, int64_t bytes_, uint32_t *ids) noexcept nogil:
-    # The marked ids in rising order; whole words are read.
-    cdef int64_t byte, count = 0
-    cdef uint64_t word
-    for byte in range(0, bytes_, 8):
-        memcpy(&word, marked + byte, 8)
-        while word:
-            ids[count] = <uint32_t>(byte * 8 + ob_lowest_bit(word))
-            count += 1
-            word &= word - 1
-    return count
+cdef enum:
+    GROUP_MAX = 64  # query heads
 
 
 def union(const int64_t[:, ::1] ids, int64_t m):
     """Return the distinct ids of all rows (group, w), rising, uint32; a negative one is none."""
-    cdef int64_t group = ids.shape[0], width = ids.shape[1], bytes_ = (m + 7) // 8, g, i, count
-    cdef uint8_t[::1] marked = np.zeros(bytes_ + 8, np.uint8)
+    cdef int64_t group = ids.shape[0], width = ids.shape[1], bytes_ = (m + 7) // 8
+    cdef int64_t g, i, size, count
+    cdef int64_t sizes[GROUP_MAX]
+    cdef int64_t[:, ::1] packed = np.empty((group, width + 1), np.int64)
+    cdef uint8_t[::1] marked = np.empty(bytes_ + 8, np.uint8)
     cdef uint32_t[::1] read = np.empty(group * width + 1, np.uint32)
+    cdef Found found = Found(width, width + 1, &packed[0, 0], &sizes[0], NULL, NULL, 0, NULL)
+    assert group <= GROUP_MAX, "its sizes fit"
     with nogil:
         for g in range(group):
+            size = 0
             for i in range(width):
                 if ids[g, i] >= 0:
-                    marked[ids[g, i] >> 3] |= <uint8_t>(1 << (ids[g, i] & 7))
-        count = _drain(&marked[0], bytes_, &read[0])
+                    packed[g, size] = pack(0, <uint32_t>ids[g, i])
+                    size += 1
+            sizes[g] = size
+        count = union_of(&found, group, &marked[0], bytes_, &read[0])
     return np.asarray(read)[:count]
 
 
@@ -83,33 +77,34 @@ def keys_of_best(const float[:, ::1] logits, const int64_t[::1] starts, int64_t 
 
     `logits` (group, c) of the clusters; cluster j holds the keys starts[j] to starts[j + 1].
     """
-    cdef int64_t group = logits.shape[0], clusters = logits.shape[1], g, c, i, size, count = 0
+    cdef int64_t group = logits.shape[0], clusters = logits.shape[1], bytes_ = (clusters + 7) // 8
     cdef int64_t keep = min(wanted, clusters), room = min(clusters, 2 * keep + 64)
-    cdef int64_t bytes_ = (clusters + 7) // 8, chosen
-    cdef int32_t bar
-    cdef int64_t[::1] row = np.empty(room + 1, np.int64)
-    cdef uint8_t[::1] marked = np.zeros(bytes_ + 8, np.uint8)
+    cdef int64_t g, c, i, size, chosen, count = 0
+    cdef int32_t score
+    cdef int64_t sizes[GROUP_MAX]
+    cdef int32_t bars[GROUP_MAX]
+    cdef int64_t[:, ::1] packed = np.empty((group + 1, room), np.int64)  # the last one is spare
+    cdef uint8_t[::1] marked = np.empty(bytes_ + 8, np.uint8)
     cdef uint32_t[::1] best = np.empty(group * keep + 1, np.uint32)
+    cdef Found found = Found(keep, room, &packed[0, 0], &sizes[0], NULL, &bars[0], 0,
+                             &packed[group, 0])
+    assert group <= GROUP_MAX, "its sizes fit"
     with nogil:
         for g in range(group):
-            size, bar = 0, -2147483647
+            size, bars[g] = 0, -2147483647
             for c in range(clusters):
-                if ordered(logits[g, c]) < bar:
+                score = ordered(logits[g, c])
+                if score < bars[g]:
                     continue
                 if size == room:
-                    ob_keep_largest(&row[0], size, keep)
-                    size = keep
-                    bar = <int32_t>(row[0] >> 32)
-                    for i in range(1, keep):
-                        bar = min(bar, <int32_t>(row[i] >> 32))
-                row[size] = pack(ordered(logits[g, c]), <uint32_t>c)
+                    sizes[g] = size
+                    keep_best(&found, g)
+                    size = sizes[g]
+                packed[g, size] = pack(score, <uint32_t>c)
                 size += 1
-            if size > keep:
-                ob_keep_largest(&row[0], size, keep)
-            for i in range(keep):
-                c = key_of(row[i])
-                marked[c >> 3] |= <uint8_t>(1 << (c & 7))
-        chosen = _drain(&marked[0], bytes_, &best[0])
+            sizes[g] = size
+            keep_best(&found, g)
+        chosen = union_of(&found, group, &marked[0], bytes_, &best[0])
         for i in range(chosen):
             count += starts[best[i] + 1] - starts[best[i]]
     cdef uint32_t[::1] read = np.empty(count + 1, np.uint32)

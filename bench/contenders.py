@@ -129,8 +129,8 @@ class Ours:
         self.estimates = self.searches = kind != "exact"
         plans = {str(name): (plan, pair.build_s[name]) for name, plan in pair.plans.items()}
         self._plan, self.build_s = plans.get(kind, (HeadPlan("scan", 0), 0.0))
-        words = {"graph": f"queue {self._plan.queue}"}
-        words["clusters"] = f"candidates {self._plan.queue} reach {self._plan.reach}"
+        queue, reach = self._plan.queue, self._plan.reach
+        words = {"graph": f"queue {queue}", "clusters": f"candidates {queue} reach {reach}"}
         self.setting = words.get(kind, "")
 
     def prepare(self) -> None:

@@ -28,10 +28,15 @@ DIRECTIVES = {
 }
 
 
+def sources_of(name: str) -> list[Path]:
+    """Return the benchmark's own files that bench/<name>.pyx is compiled from."""
+    return [BENCH / f"{name}.pyx", *sorted(BENCH.glob("*.pxi"))]
+
+
 def load(name: str) -> ModuleType:
     """Import bench/<name>.pyx, compiled first where the compiled module is missing or older."""
     target = OUT / f"{name}{get_config_var('EXT_SUFFIX')}"
-    sources = [BENCH / f"{name}.pyx", *KERNELS.glob("*.h"), *KERNELS.glob("*.pxd")]
+    sources = [*sources_of(name), *KERNELS.glob("*.h"), *KERNELS.glob("*.pxd")]
     newest = max(source.stat().st_mtime for source in sources)
     if not target.exists() or target.stat().st_mtime < newest:
         compile_module(name)

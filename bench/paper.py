@@ -19,11 +19,10 @@ from contenders import SEARCH_ARRAYS, Found, Ids, array_bytes, ask
 from native import load
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
-from rivals import centred, lengthened, with_zero
+from rivals import lengthened, narrowed, with_zero
 from roargraph import Graph, Lists, RoarGraph, make_graph
 
 from openbook.indexstore.build import IndexParams, build_head
-from openbook.indexstore.dtypes import fits, to_stored
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
 from openbook.worker.capture import NEIGHBOURS, exact_top_k
 
@@ -85,10 +84,10 @@ class RobustVamana(RoarGraph):
         super().__init__(centred=True)
 
     def graph_of(self, keys: Floats, queries: Floats) -> Graph:
-        """Make the graph; a query is as long as a key, so that it lies among them."""
+        """Make the graph of centred keys; a query is as long as a key, to lie among them."""
 
         def link(keys: Floats, near: NDArray[np.uint32]) -> Lists:
-            points = lengthened(centred(keys))
+            points = lengthened(keys)
             lengths = np.linalg.norm(queries, axis=1, keepdims=True)
             asked = with_zero(queries / lengths * np.linalg.norm(points[0]))
             rows = np.ascontiguousarray(np.concatenate([points, asked]), np.float32)
@@ -153,7 +152,7 @@ class OurGraph:
 
 def graph_of(keys: Floats, queries: Floats, moment: Floats) -> HeadIndex:
     """Build an index as an ingest does from queries (s, d), with clusters of another moment."""
-    stored = to_stored(keys, "float16" if fits(keys, "float16") else "float32")
+    stored = narrowed(keys)
     near = exact_top_k(
         torch.from_numpy(queries), torch.from_numpy(keys), min(NEIGHBOURS, len(keys))
     )

@@ -17,10 +17,10 @@ from contenders import ESTIMATE_ARRAYS, Answer, Ids, Rival, array_bytes
 from native import load
 from numpy.typing import NDArray
 from pairs import Floats, Pair, Training
+from rivals import centred, narrowed
 
 from openbook.indexstore import _attend
 from openbook.indexstore.clusters import group_sums
-from openbook.indexstore.dtypes import fits, to_stored
 from openbook.indexstore.head import HeadIndex, Stored
 
 SEGMENT_KEYS = 8192  # clustered by themselves; of the paper
@@ -45,11 +45,6 @@ def spherical_clusters(keys: Floats, count: int, *, seed: int) -> NDArray[np.int
     return np.unique(cluster_of, return_inverse=True)[1]
 
 
-def narrowed(rows: Floats) -> Stored:
-    """Return rows as float16 where they fit it: what an index of ours does with them."""
-    return to_stored(rows, "float16" if fits(rows, "float16") else "float32")
-
-
 class RetroStep(Rival):
     """The index with the values beside its keys, and its own estimate."""
 
@@ -67,6 +62,10 @@ class RetroStep(Rival):
         scored, centroids = retro.counted()
         return Answer(out, scored, centroids)
 
+    def size_bytes(self) -> int:
+        """Count its own clusters; ours are not used."""
+        return self._retro.size_bytes()
+
 
 class RetroInfer:
     """Clusters of one KV head's keys, retrieved whole."""
@@ -81,10 +80,10 @@ class RetroInfer:
     def build(self, keys: Floats, training: Training) -> None:
         """Cluster the keys (m, d); the queries teach it nothing."""
         m, d = keys.shape
-        centred = keys - keys.mean(axis=0)
+        around = centred(keys)
         clusters, count = np.empty(m, np.intp), 0
         for first in range(0, m, SEGMENT_KEYS):
-            part = centred[first : first + SEGMENT_KEYS]
+            part = around[first : first + SEGMENT_KEYS]
             mine = spherical_clusters(part, -(-len(part) // KEYS_PER_CLUSTER), seed=first)
             clusters[first : first + SEGMENT_KEYS] = mine + count
             count += int(mine.max()) + 1

@@ -15,6 +15,9 @@ from contenders import Ids
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
 
+from openbook.indexstore.dtypes import fits, to_stored
+from openbook.indexstore.head import Stored
+
 Variant = dict[str, Any]
 BEAMS = (100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200)  # ef: at least KEYS
 GRAPH_VARIANTS: tuple[Variant, ...] = (
@@ -40,11 +43,26 @@ def lengthened(keys: Floats) -> Floats:
     return np.ascontiguousarray(np.column_stack([keys, more]).astype(np.float32))
 
 
+def narrowed(rows: Floats) -> Stored:
+    """Return rows as float16 where they fit it: what an index of ours does with them."""
+    return to_stored(rows, "float16" if fits(rows, "float16") else "float32")
+
+
 def with_zero(queries: Floats) -> Floats:
     """Return queries (G, d + 1) for lengthened keys."""
     out = np.zeros((queries.shape[0], queries.shape[1] + 1), np.float32)
     out[:, :-1] = queries
     return out
+
+
+def rows_for(metric: str, keys: Floats) -> Floats:
+    """Return the keys as a graph of that metric holds them: centred, for L2 lengthened too."""
+    return centred(keys) if metric == "ip" else lengthened(centred(keys))
+
+
+def asked_of(metric: str, queries: Floats) -> Floats:
+    """Return the queries as a graph of that metric is asked them."""
+    return queries if metric == "ip" else with_zero(queries)
 
 
 class Library:
@@ -132,7 +150,7 @@ class Ivf(Flat):
         """Return ids (G, KEYS)."""
         self._faiss.cvar.indexIVF_stats.reset()
         self._queries = len(queries)
-        return np.asarray(self._index.search(queries, KEYS)[1])
+        return super().search(queries)
 
     def counted(self) -> tuple[float | None, float]:
         """Return faiss's own count of distances, and the lists' centroids."""
@@ -196,13 +214,13 @@ class Hnsw(Flat):
 
     def __init__(self, links: int, metric: str) -> None:
         super().__init__()
-        self._links, self._lengthens, self._queries = links, metric == "l2", 1
+        self._links, self._metric, self._queries = links, metric, 1
 
     def build(self, keys: Floats, training: Training) -> None:
         """Insert the keys in their order."""
         faiss = self._faiss
-        rows = lengthened(centred(keys)) if self._lengthens else centred(keys)
-        metric = faiss.METRIC_L2 if self._lengthens else faiss.METRIC_INNER_PRODUCT
+        rows = rows_for(self._metric, keys)
+        metric = faiss.METRIC_INNER_PRODUCT if self._metric == "ip" else faiss.METRIC_L2
         self._index = faiss.IndexHNSWFlat(rows.shape[1], self._links, metric)
         self._index.hnsw.efConstruction = BUILD_BEAM
         self._index.add(rows)
@@ -215,8 +233,7 @@ class Hnsw(Flat):
         """Return ids (G, KEYS)."""
         self._faiss.cvar.hnsw_stats.reset()
         self._queries = len(queries)
-        asked = with_zero(queries) if self._lengthens else queries
-        return np.asarray(self._index.search(asked, KEYS)[1])
+        return super().search(asked_of(self._metric, queries))
 
     def counted(self) -> tuple[float | None, float]:
         """Return faiss's own count of distances."""
@@ -234,11 +251,10 @@ class Hnswlib(Library):
         import hnswlib
 
         self._hnswlib, self._links, self._metric = hnswlib, links, metric
-        self._lengthens = metric == "l2"
 
     def build(self, keys: Floats, training: Training) -> None:
         """Insert the keys in their order."""
-        rows = lengthened(centred(keys)) if self._lengthens else centred(keys)
+        rows = rows_for(self._metric, keys)
         self._index = self._hnswlib.Index(space=self._metric, dim=rows.shape[1])
         self._index.init_index(
             max_elements=len(rows), M=self._links, ef_construction=BUILD_BEAM, random_seed=0
@@ -252,8 +268,8 @@ class Hnswlib(Library):
 
     def search(self, queries: Floats) -> Ids:
         """Return ids (G, KEYS)."""
-        asked = with_zero(queries) if self._lengthens else queries
-        return np.asarray(self._index.knn_query(asked, KEYS)[0]).view(np.int64)
+        found = self._index.knn_query(asked_of(self._metric, queries), KEYS)
+        return np.asarray(found[0]).view(np.int64)
 
     def counted(self) -> tuple[float | None, float]:
         """Return nothing: its Python interface gives no count."""
@@ -274,15 +290,14 @@ class Usearch(Library):
     def __init__(self, links: int, metric: str) -> None:
         from usearch.index import Index
 
-        self._make, self._links, self._metric = Index, links, metric
-        self._lengthens, self._scored = metric == "l2", 0.0
+        self._make, self._links, self._metric, self._scored = Index, links, metric, 0.0
 
     def build(self, keys: Floats, training: Training) -> None:
         """Insert the keys in their order."""
-        rows = lengthened(centred(keys)) if self._lengthens else centred(keys)
+        rows = rows_for(self._metric, keys)
         self._index = self._make(
             ndim=rows.shape[1],
-            metric="l2sq" if self._lengthens else "ip",
+            metric="ip" if self._metric == "ip" else "l2sq",
             dtype="f32",
             connectivity=self._links,
             expansion_add=BUILD_BEAM,
@@ -295,8 +310,7 @@ class Usearch(Library):
 
     def search(self, queries: Floats) -> Ids:
         """Return ids (G, KEYS)."""
-        asked = with_zero(queries) if self._lengthens else queries
-        found = self._index.search(asked, KEYS, threads=1)
+        found = self._index.search(asked_of(self._metric, queries), KEYS, threads=1)
         self._scored = found.computed_distances / len(queries)
         ids: NDArray[np.int64] = np.ascontiguousarray(found.keys).view(np.int64)
         return np.where(np.arange(KEYS) < np.asarray(found.counts)[:, None], ids, -1)

@@ -18,13 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from contenders import Found, Ids, ask
-from native import BENCH, OUT, load
+from native import OUT, load, sources_of
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
-from rivals import centred
+from rivals import centred, narrowed
 
 from openbook.indexstore.build import quantise_keys
-from openbook.indexstore.dtypes import fits, to_stored
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
 from openbook.worker.capture import exact_top_k
 
@@ -73,7 +72,9 @@ def make_graph(
     `link` makes the lists from the keys and the queries' exact neighbours, with the loops of
     bench/<name>.pyx; a change of these builds anew.
     """
-    digest = hashlib.sha256((BENCH / f"{name}.pyx").read_bytes())
+    digest = hashlib.sha256()
+    for source in sources_of(name):
+        digest.update(source.read_bytes())
     for part in (keys, queries, np.array([LISTED, LINKS, BEAM])):
         digest.update(np.ascontiguousarray(part).data)
     kept = OUT / f"{name}-{digest.hexdigest()[:24]}.npz"
@@ -158,7 +159,7 @@ class RoarGraphInt8(RoarGraph):
         """Build the graph, then lay it out as a head whose keys are all in one cluster."""
         super().build_on(keys, queries)
         n, d = keys.shape
-        stored = to_stored(keys, "float16" if fits(keys, "float16") else "float32")
+        stored = narrowed(keys)
         keys_int8, centre, scale = quantise_keys(keys)
         self._head = HeadIndex(
             keys=stored,

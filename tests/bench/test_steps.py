@@ -72,6 +72,7 @@ def test_clusters_retrieved_whole_and_the_others_estimated(pairs: list[Pair]) ->
     index.build(pair.wide, pair.training)
     step = RetroStep(pair, index, width=5, setting="", build_s=0)
     step.prepare()
+    assert step.size_bytes() == index.size_bytes()
     queries = pair.tests[0]
     found = step.step(queries, estimate=True)
     head, ids = index.head, step.search(queries)
