@@ -26,7 +26,7 @@ from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import HeadIndex, HeadPlan, PlanKind
 from openbook.indexstore.lift import fit_lift
-from openbook.indexstore.plan import plan_head, tune_plan
+from openbook.indexstore.plan import tune_plan, untuned_plan
 from openbook.worker.capture import (
     DECODE_SPREAD,
     NEIGHBOURS,
@@ -166,7 +166,7 @@ def plan_of(
     """Tune a kind and fit its lift on queries (G, p, d) that trained nothing, as an ingest does."""
     queries = spare.numpy()
     wanted = exact_top_k(spare.flatten(0, 1), keys, KEYS).reshape(*queries.shape[:2], KEYS)
-    (plan,) = tune_plan((plan_head(kind),), (head,), queries, wanted)
+    (plan,) = tune_plan((untuned_plan(kind),), (head,), queries, wanted)
     probes = spare[:, :: TUNING_QUERIES // PROBES]
     lse = torch.logsumexp(scaling * (probes @ keys.T), dim=2).numpy()
     lift = fit_lift(head, probes.numpy(), lse, plan=plan, scaling=scaling)

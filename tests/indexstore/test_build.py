@@ -17,9 +17,9 @@ from openbook.indexstore.clusters import cluster_keys, group_sums, query_metric
 from openbook.indexstore.dtypes import to_float32, to_stored
 from openbook.indexstore.graph import near_keys, reachable_keys
 from openbook.indexstore.head import Budget, HeadIndex, HeadPlan
-from openbook.indexstore.plan import force_plan, plan_head, tune_plan
+from openbook.indexstore.plan import force_plan, tune_plan, untuned_plan
 
-GRAPH, SCAN, CLUSTERS = HeadPlan("graph", 112), HeadPlan("scan", 112), plan_head()
+GRAPH, SCAN, CLUSTERS = HeadPlan("graph", 112), HeadPlan("scan", 112), untuned_plan()
 
 
 def is_whole(head: HeadIndex) -> bool:
@@ -146,9 +146,9 @@ def test_near_keys_equal_their_twin() -> None:
 def test_forced_plan_keeps_what_was_tuned_and_the_lift() -> None:
     tuned = (HeadPlan("graph", 77, (0.5,)), HeadPlan("clusters", 300, (0.25,), 1.5))
     forced = force_plan(tuned, "graph")
-    assert forced == (tuned[0], replace(plan_head("graph"), lift=(0.25,)))
+    assert forced == (tuned[0], replace(untuned_plan("graph"), lift=(0.25,)))
     assert force_plan(tuned, "clusters")[1] == tuned[1]
-    assert plan_head().kind == "clusters"
+    assert untuned_plan().kind == "clusters"
 
 
 @pytest.mark.parametrize("field", ["degree", "keys_per_cluster", "clusters_max"])
@@ -173,7 +173,9 @@ def test_case_b18_uneven_norms_stay_reachable() -> None:
     found, scored = recall(head, queries, GRAPH)
     # Unstructured keys are the hard case of a graph.
     tuning = rng.standard_normal((1, 32, 64)).astype(np.float32)
-    (plan,) = tune_plan((plan_head(),), (head,), tuning, exact_top(head.keys, tuning[0], 100)[None])
+    (plan,) = tune_plan(
+        (untuned_plan(),), (head,), tuning, exact_top(head.keys, tuning[0], 100)[None]
+    )
     planned, _ = recall(head, queries, plan)
     assert planned >= 0.95
     assert found >= 0.6 and scored < 1
@@ -249,6 +251,9 @@ def test_group_sums_add_rows_by_cluster() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
     sums = group_sums(rows, np.array([1, 0, 1, 2, 0, 2]))
     assert np.array_equal(sums, [[10, 12], [4, 6], [16, 18]])
+    rng = np.random.default_rng(2)
+    rows, of = rng.standard_normal((500, 9)).astype(np.float32), rng.integers(0, 40, 500)
+    assert np.array_equal(group_sums(rows, of), reference_build.group_sums(rows, of, of.max() + 1))
 
 
 @pytest.mark.parametrize(

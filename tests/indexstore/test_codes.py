@@ -115,7 +115,7 @@ def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
     assert recall(300, 0) <= recall(300, 2) <= recall(300, 50)
 
 
-def test_encoding_equals_its_twin_and_is_read_back() -> None:
+def test_encoding_equals_its_twin() -> None:
     rng = np.random.default_rng(7)
     for m, pairs in ((1, 1), (16, 4), (33, 5), (200, 32)):
         points = rng.standard_normal((pairs, 2, m)).astype(np.float32)

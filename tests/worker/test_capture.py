@@ -14,7 +14,6 @@ from openbook.worker.capture import (
     exact_top_k,
     rotated_queries,
     sample_positions,
-    second_moment,
 )
 from openbook.worker.models import Rotation
 
@@ -97,9 +96,3 @@ def test_training_queries_are_spread_over_the_positions_of_decoding() -> None:
 def test_without_a_rotation_queries_stay() -> None:
     q = torch.randn(2, 9, 4)
     assert torch.equal(rotated_queries(q, np.array([1, 8]), None), q[:, [1, 8]])
-
-
-def test_second_moment_is_the_mean_outer_product() -> None:
-    queries = torch.randn(3, 50, 6)
-    flat = queries.reshape(-1, 6).numpy().astype(np.float64)
-    np.testing.assert_allclose(second_moment(queries), flat.T @ flat / 150, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from openbook.client.views import Model
 
 NUMBER_BYTES = 2  # keys and values are counted at 16 bits
-STORED_SHARE = 1.3  # bytes stored, with the index, for one byte of keys and values: about
+STORED_FACTOR = 1.3  # bytes stored, with the index, for one byte of keys and values: about
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class Capacity:
     fit_on_disk: int | None
 
 
+def stored_bytes(kv_bytes: int) -> int:
+    """Return what a context takes on disk, index and all, for so many bytes of keys and values."""
+    return round(STORED_FACTOR * kv_bytes)
+
+
 def capacity(
     model: Model, tokens: int, *, memory_bytes: int | None = None, disk_bytes: int | None = None
 ) -> Capacity:
@@ -37,7 +42,7 @@ def capacity(
     if not 0 < tokens <= model.positions_max:
         raise ValueError(f"tokens is {tokens}; the model takes 1 to {model.positions_max}")
     kv_bytes = tokens * model.layers * model.kv_heads * model.head_dim * 2 * NUMBER_BYTES
-    stored = round(STORED_SHARE * kv_bytes)
+    stored = stored_bytes(kv_bytes)
     return Capacity(
         tokens=tokens,
         kv_bytes=kv_bytes,

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from openbook.client.capacity import STORED_SHARE
 from openbook.client.capacity import capacity as capacity_of
+from openbook.client.capacity import stored_bytes
 from openbook.client.cli_options import (
     Server,
     connect,
@@ -54,7 +54,7 @@ def count(
     fields: dict[str, object] = {
         "tokens": cost.tokens,
         "keys and values, 16 bit": size(cost.kv_bytes),
-        "on disk, about": size(round(STORED_SHARE * cost.kv_bytes)),
+        "on disk, about": size(stored_bytes(cost.kv_bytes)),
     }
     print_fields(fields, Console())
 
@@ -69,7 +69,7 @@ def capacity(
 ) -> None:
     """Compute the bytes of a context under the served model, and how many contexts fit.
 
-    Stored bytes are about twice those of the keys and values; how many fit is rounded down.
+    Stored bytes are about 1.3 times those of the keys and values; how many fit is rounded down.
     """
     with one_line_errors(server):
         memory_bytes = read_size(memory, "--memory") if memory is not None else None

@@ -1,14 +1,16 @@
 """openbook.indexstore: arrays and files, without models and without a network.
 
-                     build.py    clusters.py + graph.py make a HeadIndex of keys, values, queries
-                        |
+                     build.py    clusters.py + codes.py make a HeadIndex of keys, values, queries
+                        |        (graph.py adds a graph, to measure)
     draft.py, store.py  v        layer.py, layout.py, shard.py, manifest.py: what is on disk
         write ---> HeadIndex ---> stored.py opens it again, verified, as read-only views
                         |        (held.py: its lock and files; mapped.py: its pages, guarded)
                         |
                         v
-                     attend.py   searches (_search.pyx) and attends (_attend.pyx), or scans
+                     attend.py   _probe.pyx searches by clusters and attends in the same call;
+                                 _search.pyx scans or walks, _attend.pyx then attends, or to all
 
-head.py holds the words that all of them share; reference.py and reference_build.py the plain twin
-of every kernel; dtypes.py how a number is stored; plan.py which heads scan and which walk.
+head.py holds the words that all of them share; reference.py, reference_build.py and
+reference_probe.py the plain twins of the kernels; dtypes.py how a number is stored; plan.py how far
+each head's search goes; lift.py what the estimate lacks.
 """

@@ -1,7 +1,7 @@
 """The loops of a build: codewords and codes of keys; who is wanted together, who is reachable.
 
-codes.py and graph.py check what comes in; reference_build.py and reference_probe.py hold the plain
-twins. The kernels release the GIL, never create Python objects and never raise.
+build.py has checked what comes in; reference_build.py and reference_probe.py hold the plain twins.
+The kernels release the GIL, never create Python objects and never raise.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
@@ -9,6 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 import numpy as np
 
 cdef extern from "kernels.h" nogil:
+    int OB_FLOAT32
     int ob_best_level()
     void ob_logits(int level, const float *queries, int64_t group, const void *keys, int dtype,
                    int64_t d, const uint32_t *ids, int64_t count, float scaling, float *row,
@@ -122,8 +123,8 @@ def near_keys(const float[:, ::1] points, const float[::1] half_norms, const uin
                     for kept in range(min(size, pool_max)):
                         pool[count] = order[starts[i] + (rank + kept) % size]
                         count += 1
-                ob_logits(LEVEL, &points[x, 0], 1, &points[0, 0], 2, d, &pool[0], count, 1, &row[0],
-                          &affinity[0], count)
+                ob_logits(LEVEL, &points[x, 0], 1, &points[0, 0], OB_FLOAT32, d, &pool[0], count, 1,
+                          &row[0], &affinity[0], count)
                 kept = 0
                 for i in range(count):
                     if pool[i] != x:
@@ -153,7 +154,7 @@ def link(const uint32_t[:, ::1] wanted, const uint32_t[:, ::1] near, int64_t deg
     Each key takes its first companions and its first near keys; then, rank by rank, whoever names
     a key is linked from it, so that rarely wanted keys are found too; then rows are filled up.
     """
-    cdef int64_t m = wanted.shape[0], cap = degree - spare, x, y, r, side
+    cdef int64_t m = wanted.shape[0], cap = degree - spare, x, y, r
     cdef uint32_t[:, ::1] graph = np.empty((m, degree), np.uint32)
     cdef int64_t[::1] sizes = np.zeros(m, np.int64)
     with nogil:
@@ -270,7 +271,7 @@ cdef void _words(const float[:, ::1] codebook, float *words) noexcept nogil:
 
 
 def train(const float[:, :, ::1] pairs, float[:, :, ::1] codebook, int64_t steps):
-    """Move codewords (p, 16, 2) in place, `steps` times, to the means of the points nearest to them.
+    """Move codewords (p, 16, 2), in place, to the means of the points nearest them, `steps` times.
 
     `pairs` (p, 2, s) of s points. A codeword that is nearest to none stays.
     """
@@ -303,16 +304,16 @@ def encode(const float[:, :, ::1] pairs, const float[:, :, ::1] codebook):
 
     Returns blocks of sixteen points, (⌈m / 16⌉, ⌈p / 4⌉, 32): see codes.h.
     """
-    cdef int64_t p = pairs.shape[0], m = pairs.shape[2], i, j, half
+    cdef int64_t p = pairs.shape[0], m = pairs.shape[2], i, j, place
     cdef uint8_t[:, :, ::1] codes = np.zeros(((m + 15) // 16, (p + 3) // 4, 32), np.uint8)
     cdef int32_t[::1] cells = np.empty(m, np.int32)
     cdef float words[48]
     with nogil:
         for j in range(p):
-            half = j % 4
+            place = j % 4
             _words(codebook[j], words)
             ob_cells(&pairs[j, 0, 0], &pairs[j, 1, 0], m, words, &cells[0])
             for i in range(m):
-                codes[i // 16, j // 4, i % 16 + 16 * (half % 2)] |= <uint8_t>(
-                    cells[i] << 4 * (half // 2))
+                codes[i // 16, j // 4, i % 16 + 16 * (place % 2)] |= <uint8_t>(
+                    cells[i] << 4 * (place // 2))
     return np.asarray(codes)

@@ -1,7 +1,8 @@
 """Find the best keys of a KV head by its clusters: which may hold one, then codes, then keys.
 
-Owns the bounds of the clusters, the tables of a query, the two sweeps over the codes and the exact
-re-scoring of what they found; and the whole step of a head, from the search to the partial.
+Owns the bounds of the clusters, the two sweeps over the codes and the exact re-scoring of what they
+found; and the whole step of a head, from the search to the partial. A query's tables are made in
+_tables.pxd.
 head.HeadIndex has checked every array; the loops release the GIL, create no Python objects and
 never raise. Their NumPy twin is reference_probe.probe.
 """
@@ -36,12 +37,13 @@ cdef extern from "codes.h" nogil:
     void ob_fill(int16_t value, int16_t *target)
     uint32_t ob_reaching16(int level, const int16_t *values, int16_t bar)
     void ob_levels(const float *logits, const float *spreads, int64_t count, float peak,
-                   float inverse, float zero, float reach, int16_t *bases, int16_t *bounds)
+                   float inverse, float zero, float reach, float lowest, int16_t *bases,
+                   int16_t *bounds)
 
 cdef int LEVEL = ob_best_level()
 
 cdef enum:
-    BINS = 1001  # of 16 units each, from 0 down to BASE_MIN
+    BINS = 1001  # of 16 units each, from 0 down to BASE_MIN = -16000
     AHEAD = 6  # blocks whose fetching begins before they are needed
     ENOUGH = 2  # the first sweep looks at this many keys for each candidate that is wanted
 
@@ -68,7 +70,7 @@ cdef void _prepare(const float *query, Head *head, const float *logits, float sc
     wide = turn(query, head, scaling, probe.turned)
     inverse = tabulate(probe.turned, head, high - low, raw, probe.tables, &zero)
     ob_levels(logits, head.spreads, head.clusters, high, inverse, zero, reach * wide * inverse,
-              probe.bases, probe.bounds)
+              BASE_MIN, probe.bases, probe.bounds)
     for c in range(head.clusters, (head.clusters + 15) // 16 * 16):
         probe.bases[c] = probe.bounds[c] = -32768
 
@@ -248,12 +250,13 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
         _prepare(queries + g * head.d, head, search.centroid_logits + g * head.clusters, scaling,
                  reach, search.raw, &search.probe)
         _search(head, g, &search.probe, &search.found)
+    # Each query head has found k keys at least: the clusters above the first bar hold as many.
     pool_size = union_of(&search.found, group, search.visited, search.mask_bytes, search.pool)
     for i in range(pool_size):
         ob_prefetch(head.cluster_of + search.pool[i])  # the estimate asks for it
     ob_logits(LEVEL, queries, group, head.keys, head.dtype, head.d, search.pool, pool_size,
               scaling, search.row, search.logits, search.stride)
-    count = choose(&search.found, group, min(search.k, pool_size), search.logits, search.stride,
+    count = choose(&search.found, group, search.k, search.logits, search.stride,
                    search.pool, pool_size, search.top if ranked else NULL, search.visited,
                    search.mask_bytes)
     for g in range(1, group):
@@ -294,7 +297,7 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
     with nogil:
         count = _find(&head, &queries[0, 0], scaling, reach, True, &search)
-    return (_copied(search.top, (group, min(search.k, head.m)), np.uint32),
+    return (_copied(search.top, (group, search.k), np.uint32),
             _copied(search.pool, (count,), np.uint32),
             _copied(search.logits, (group, count), np.float32),
             _copied(search.centroid_logits, (group, head.clusters), np.float32),

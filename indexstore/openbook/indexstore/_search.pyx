@@ -265,7 +265,7 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef uint32_t[::1] pool = np.empty(stride, np.uint32)
     cdef float[:, ::1] logits = np.empty((group, stride), np.float32)
     cdef float[::1] centroid_logits = np.empty(group * clusters + 1, np.float32)
-    cdef float[::1] row = np.empty(max(head.d, head.dv), np.float32)
+    cdef float[::1] row = np.empty(head.d, np.float32)
     cdef int16_t[:, ::1] quantised = np.empty((group, head.d), np.int16)
     cdef float[::1] bounds = np.empty(group * (clusters + 2) + 1, np.float32)
     cdef float *inverses = &bounds[group * clusters]

@@ -1,7 +1,8 @@
 """Attention over the middle: one call for every sequence and head of a layer.
 
 Owns the checks, the split over threads and the joining of heads; the loops are in _probe.pyx,
-_search.pyx and _attend.pyx, their NumPy twins in reference.py. It knows no model and no file.
+_search.pyx and _attend.pyx, their NumPy twins in reference.py and reference_probe.py. It knows no
+model and no file.
 """
 
 from __future__ import annotations

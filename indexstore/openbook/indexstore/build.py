@@ -1,7 +1,7 @@
 """Build one KV head's index: clusters, codes of its keys and, if asked for, the graph.
 
-Owns the order of the steps and the checks. Arrays in, arrays out: the exact neighbours of the
-training queries come from the caller (worker/capture.py), who has the model's device.
+Owns the order of the steps and the checks. Arrays in, arrays out: what a graph is made of, the
+exact neighbours of the training queries, comes from the caller, who has the model's device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from openbook.indexstore.head import HeadIndex, Stored
 
 @dataclass(frozen=True, slots=True)
 class IndexParams:
-    """What decides an index besides its data; part of the index fingerprint."""
+    """What decides an index besides its data; the index fingerprint is made of it."""
 
     kind: str = "query-clusters"
-    degree: int = 32  # out-neighbours per key
+    degree: int = 32  # out-neighbours per key, where a graph is built
     keys_per_cluster: int = 16
     clusters_max: int = 4096  # per head; beyond it clusters grow, so that their scan stays small
     seed: int = 0
@@ -67,9 +67,9 @@ def build_head(
     keys_wide, values_wide = to_float32(keys), to_float32(values)
     _check(keys_wide, values_wide, queries, neighbours)
     m, d = keys_wide.shape
-    own_moment = queries.T @ queries / np.float32(max(1, len(queries)))  # (d, d)
-    moment = own_moment if query_moment is None else query_moment
-    metric, unit = query_metric(moment, len(queries))
+    if query_moment is None:
+        query_moment = queries.T @ queries / np.float32(max(1, len(queries)))  # (d, d)
+    metric, unit = query_metric(query_moment, len(queries))
     count = min(-(-m // params.keys_per_cluster), params.clusters_max)
     clusters, members = cluster_keys(keys_wide, metric, count, seed=params.seed).in_order()
     keys, values = np.ascontiguousarray(keys[members]), np.ascontiguousarray(values[members])

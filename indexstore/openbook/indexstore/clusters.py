@@ -1,8 +1,8 @@
-"""Clusters of one head's keys, in the metric of the queries: the source of the estimate.
+"""Clusters of one head's keys: where a search looks, and what stands for the keys not read.
 
-Owns k-means and what each cluster keeps (mean key, count, value-sum). Keys that queries cannot
-tell apart belong together, so distances are taken after K Σ^½, Σ the second moment of the queries
-(docs/LOG.md: far fewer clusters do the work of plain L2 ones).
+Owns the metric of the queries, k-means, the order by cluster and the spreads. Keys that queries
+cannot tell apart belong together, so distances are taken after K Σ^½, Σ the second moment of the
+queries (docs/LOG.md: far fewer clusters do the work of plain L2 ones).
 """
 
 from __future__ import annotations

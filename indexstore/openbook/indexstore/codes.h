@@ -6,6 +6,7 @@
  * keys: `quads` rows of 32 bytes, row r with the codes 4r and 4r + 1 in the low halves of its bytes
  * (sixteen keys each) and 4r + 2 and 4r + 3 in the high ones. No number of a table is above 63, so
  * that four of them fit a byte. Integers do not round: all ways give the same sums to the bit.
+ * Besides: the levels of clusters on the same scale, and the nearest codeword of a point.
  */
 #ifndef OPENBOOK_CODES_H
 #define OPENBOOK_CODES_H
@@ -45,8 +46,7 @@ __attribute__((target("avx2"))) static uint32_t ob_reaching16_avx2(const int16_t
     return (uint32_t)_mm_movemask_epi8(bytes);
 }
 
-/* Two rows at most: their sums of four lookups stay below 256. */
-__attribute__((target("avx2"))) OB_ALWAYS __m256i ob_row_avx2(const uint8_t *tables,
+__attribute__((target("avx2"))) OB_INLINE __m256i ob_row_avx2(const uint8_t *tables,
                                                               const uint8_t *row) {
     const __m256i low = _mm256_set1_epi8(15);
     __m256i codes = _mm256_loadu_si256((const __m256i *)row);
@@ -57,12 +57,12 @@ __attribute__((target("avx2"))) OB_ALWAYS __m256i ob_row_avx2(const uint8_t *tab
     return _mm256_add_epi8(first, second);
 }
 
-__attribute__((target("avx2"))) OB_ALWAYS uint32_t ob_block_body_avx2(
+__attribute__((target("avx2"))) OB_INLINE uint32_t ob_block_body_avx2(
     const uint8_t *tables, const uint8_t *block, int64_t quads, const int16_t *starts, int16_t bar,
     int16_t *sums) {
     const __m256i low = _mm256_set1_epi16(255);
     __m256i even = _mm256_setzero_si256(), odd = _mm256_setzero_si256();
-    for (int64_t r = 0; r < quads; r += 2) {
+    for (int64_t r = 0; r < quads; r += 2) { /* two rows: sums of four lookups stay below 256 */
         __m256i four = ob_row_avx2(tables + 64 * r, block + OB_ROW * r);
         if (r + 1 < quads)
             four = _mm256_add_epi8(four, ob_row_avx2(tables + 64 * (r + 1),
@@ -98,13 +98,14 @@ static uint32_t ob_block(int level, const uint8_t *tables, const uint8_t *block,
     return ob_block_portable(tables, block, quads, starts, bar, sums);
 }
 
-/* The level of each cluster: its centroid's, no lower than -16000, and of the best key it may have.
- * Numbers are cut off towards zero. */
+/* The level of each cluster: its centroid's, no lower than `lowest`, and of the best key it may
+ * have. Numbers are cut off towards zero. */
 static void ob_levels(const float *logits, const float *spreads, int64_t count, float peak,
-                      float inverse, float zero, float reach, int16_t *bases, int16_t *bounds) {
+                      float inverse, float zero, float reach, float lowest, int16_t *bases,
+                      int16_t *bounds) {
     for (int64_t c = 0; c < count; c++) {
         float base = (logits[c] - peak) * inverse, bound = base + (zero + reach * spreads[c]);
-        base = base > -16000.0f ? base : -16000.0f;
+        base = base > lowest ? base : lowest;
         bound = bound > -32767.0f ? bound : -32767.0f;
         bound = bound < 32767.0f ? bound : 32767.0f;
         bases[c] = (int16_t)(int32_t)base;

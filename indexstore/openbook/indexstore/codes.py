@@ -1,11 +1,11 @@
 """Codes of 4 bits for two channels of a key: what a search reads in place of the key itself.
 
-Owns the directions, the codewords and their training; the encoding's loop is in _build.pyx, the
-lookups are in _probe.pyx. Coded is what a key differs from its cluster's centroid in, so that
-score = query · centroid + query · difference, and the second term is one lookup per code (product
-quantisation: Jégou et al., 2011). Differences are measured in the metric of the queries, for what
-queries cannot tell apart needs no code, and turned to their principal directions; the direction of
-the most variance shares a code with that of the least, and so on.
+Owns the directions, the codewords and their training; the loops are in _build.pyx, a query's tables
+in _tables.pxd, the lookups in codes.h. Coded is what a key differs from its cluster's centroid in,
+so that score = query · centroid + query · difference, and the second term is one lookup per code
+(product quantisation: Jégou et al., 2011). Differences are measured in the metric of the queries,
+for what queries cannot tell apart needs no code, and turned to their principal directions; the
+direction of the most variance shares a code with that of the least, and so on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from openbook.indexstore import _build
 from openbook.indexstore.clusters import Clusters
 
 CODEWORDS = 16  # of a code: what 4 bits number, and what one register holds
-BLOCK_KEYS = 16  # whose codes stand together
 SAMPLE = 2048  # differences that train the codewords; twice as many find no more
 STEPS = 8  # of Lloyd's iteration; more of them change no recall
 
@@ -31,7 +30,7 @@ class Codes:
     codes: NDArray[np.uint8]  # (⌈m / 16⌉, r, 32), see codes.h
     codebook: NDArray[np.float32]  # (p, 16, 2) codewords
     basis: NDArray[np.float32]  # (2 p, d) turns a query to the directions of the codes
-    spreads: NDArray[np.float32]  # (2 p,) how far the differences lie along them, see _probe.pyx
+    spreads: NDArray[np.float32]  # (2 p,) how far the differences lie along them, see _tables.pxd
 
 
 def code_keys(

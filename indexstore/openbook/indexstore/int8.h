@@ -19,6 +19,7 @@
 #else
 #define OB_X86 0
 #endif
+#define OB_INLINE static inline __attribute__((always_inline))
 
 enum { OB_PORTABLE = 0, OB_AVX2 = 1, OB_AVX512 = 2 };
 enum { OB_AT_ONCE = 8 };    /* keys whose sums are folded together */
@@ -60,10 +61,9 @@ static void ob_score_portable(const int16_t *queries, int64_t group, const int8_
 }
 
 #if OB_X86
-#define OB_ALWAYS static inline __attribute__((always_inline))
 
 /* Eight vectors to the sums of each, in order. */
-__attribute__((target("avx2"))) OB_ALWAYS __m256i ob_eight_sums(const __m256i *a) {
+__attribute__((target("avx2"))) OB_INLINE __m256i ob_eight_sums(const __m256i *a) {
     __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
     __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
     __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
@@ -72,7 +72,7 @@ __attribute__((target("avx2"))) OB_ALWAYS __m256i ob_eight_sums(const __m256i *a
 }
 
 /* Store the first `count` of eight sums. */
-__attribute__((target("avx2"))) OB_ALWAYS void ob_put(__m256i sums, int64_t count, int32_t *out) {
+__attribute__((target("avx2"))) OB_INLINE void ob_put(__m256i sums, int64_t count, int32_t *out) {
     if (count == OB_AT_ONCE) {
         _mm256_storeu_si256((__m256i *)out, sums);
         return;
@@ -82,7 +82,7 @@ __attribute__((target("avx2"))) OB_ALWAYS void ob_put(__m256i sums, int64_t coun
     for (int64_t i = 0; i < count; i++) out[i] = all[i];
 }
 
-__attribute__((target("avx2"))) OB_ALWAYS void ob_score_body_avx2(
+__attribute__((target("avx2"))) OB_INLINE void ob_score_body_avx2(
     const int16_t *queries, int64_t group, const int8_t *keys, int64_t d, const uint32_t *ids,
     int64_t count, int32_t *out, int64_t stride) {
     __m256i wide[OB_WIDTH_MAX / 16], sums[OB_HEADS_MAX][OB_AT_ONCE];
@@ -106,7 +106,7 @@ __attribute__((target("avx2"))) OB_ALWAYS void ob_score_body_avx2(
     }
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vnni,avx2"))) OB_ALWAYS void ob_score_body_avx512(
+__attribute__((target("avx512f,avx512bw,avx512vnni,avx2"))) OB_INLINE void ob_score_body_avx512(
     const int16_t *queries, int64_t group, const int8_t *keys, int64_t d, const uint32_t *ids,
     int64_t count, int32_t *out, int64_t stride) {
     __m512i wide[OB_WIDTH_MAX / 32];

@@ -1,7 +1,4 @@
-/* The arithmetic of the middle: weights, clusters, a blocked exact scan.
- *
- * Like rows.h, which has what is done with single rows.
- */
+/* The arithmetic of the middle: weights, clusters, a blocked exact scan. Rows are in rows.h. */
 #ifndef OPENBOOK_KERNELS_H
 #define OPENBOOK_KERNELS_H
 
@@ -86,7 +83,7 @@ static int64_t ob_gather(float *weights, int64_t group, int64_t stride, uint32_t
     return count;
 }
 
-/* values[i] = e^(logits[i] - peak); returns their sum. */
+/* weights[i] = e^(logits[i] - peak); returns their sum. */
 OB_CLONES static double ob_weights(const float *logits, int64_t count, float peak,
                                    float *weights) {
     double total = 0;

@@ -179,9 +179,10 @@ def check_files(manifest: Manifest) -> None:
             kinds = [file.kinds(head) for head in heads]
             plan = manifest.plan[index - 1]
             if not all(
-                _serves(k, p, manifest.format_version) for k, p in zip(kinds, plan, strict=True)
+                _is_complete(k, p, manifest.format_version)
+                for k, p in zip(kinds, plan, strict=True)
             ):
-                raise ValueError(f"{file.name} lacks records that the plan of a head reads")
+                raise ValueError(f"{file.name} does not hold the records of its format and plan")
             expected = of_layer + [(kind, head) for head in heads for kind in kinds[head]]
         if [(info.kind, info.head) for info in infos] != expected:
             raise ValueError(f"{file.name} does not list the records it must hold, in order")
@@ -190,7 +191,7 @@ def check_files(manifest: Manifest) -> None:
             raise ValueError(f"{file.name} of {file.bytes} bytes lists {len(file.chunks)} chunks")
 
 
-def _serves(kinds: tuple[Kind, ...], plan: HeadPlan, version: int) -> bool:
+def _is_complete(kinds: tuple[Kind, ...], plan: HeadPlan, version: int) -> bool:
     """Say whether a head has the records that its format demands and its plan reads."""
     graph, codes = set(GRAPH_KINDS), set(CODE_KINDS)
     found, always = set(kinds), set(HEAD_KINDS) - graph - codes

@@ -25,16 +25,17 @@ REACHES = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 5.0)
 SCORED_PER_CANDIDATE = 15  # codes are looked up in the time that one candidate takes
 QUEUES = (48, 64, 80, 96, 112, 128, 160, 192, 256, 384)  # what a head's walk may have
 QUEUE_NODES = 128  # of a walk, where nothing is known of the head
+UNTUNED_CANDIDATES, UNTUNED_REACH = 300, 3.0  # enough for most heads: nothing is known of this one
 RECALL_MIN = 0.96  # of the best keys, in the mean over the tuning queries; others get 0.95 or so
 
 _UNTUNED = {
-    "clusters": HeadPlan("clusters", CANDIDATES[1], reach=REACHES[-2]),
+    "clusters": HeadPlan("clusters", UNTUNED_CANDIDATES, reach=UNTUNED_REACH),
     "scan": HeadPlan("scan", 0),
     "graph": HeadPlan("graph", QUEUE_NODES),
 }
 
 
-def plan_head(kind: PlanKind = "clusters") -> HeadPlan:
+def untuned_plan(kind: PlanKind = "clusters") -> HeadPlan:
     """Return how a KV head of which nothing is known answers."""
     return _UNTUNED[kind]
 
@@ -42,7 +43,7 @@ def plan_head(kind: PlanKind = "clusters") -> HeadPlan:
 def force_plan(plan: Sequence[HeadPlan], kind: PlanKind) -> tuple[HeadPlan, ...]:
     """Return `plan` with every head searched in one way; what each has for it stays."""
     return tuple(
-        head if head.kind == kind else replace(plan_head(kind), lift=head.lift) for head in plan
+        head if head.kind == kind else replace(untuned_plan(kind), lift=head.lift) for head in plan
     )
 
 
@@ -65,29 +66,32 @@ def tune_plan(
         own, head = plan[number], heads[number]
         mine = slice(number * group, (number + 1) * group)
         if own.kind == "clusters":
-            return needed_reach(head, own, queries[mine], wanted[mine])
+            return cheapest_plan(head, own, queries[mine], wanted[mine])
         if own.kind == "graph":
             steps = [replace(own, queue=queue) for queue in QUEUES]
-            return first_enough(steps, lambda step: walked(head, step, queries[mine], wanted[mine]))
+            return first_enough(
+                steps, lambda step: measured(head, step, queries[mine], wanted[mine])
+            )
         return own
 
     with ThreadPoolExecutor(threads) as pool:  # the kernels release the GIL
         return tuple(pool.map(tuned, range(len(heads))))
 
 
-def needed_reach(
+def cheapest_plan(
     head: HeadIndex, own: HeadPlan, queries: NDArray[np.float32], wanted: NDArray[np.int32]
 ) -> HeadPlan:
     """Return the cheapest of CANDIDATES and REACHES that finds enough; the widest if none does.
 
-    `queries` (group, p, d), `wanted` (group, p, k).
+    A search costs the keys whose codes it looks up and SCORED_PER_CANDIDATE for each that it scores
+    exactly. `queries` (group, p, d), `wanted` (group, p, k).
     """
-    measured: dict[HeadPlan, tuple[float, float]] = {}
+    known: dict[HeadPlan, tuple[float, float]] = {}
 
     def found(step: HeadPlan) -> tuple[float, float]:
-        if step not in measured:
-            measured[step] = walked(head, step, queries, wanted)
-        return measured[step]
+        if step not in known:
+            known[step] = measured(head, step, queries, wanted)
+        return known[step]
 
     def cost(step: HeadPlan) -> float:
         return found(step)[1] + SCORED_PER_CANDIDATE * step.queue
@@ -116,7 +120,7 @@ def first_enough(
     return steps[low]
 
 
-def walked(
+def measured(
     head: HeadIndex, plan: HeadPlan, queries: NDArray[np.float32], wanted: NDArray[np.int32]
 ) -> tuple[float, float]:
     """Return the share of the wanted keys that searches find, and the keys they score, in the mean.

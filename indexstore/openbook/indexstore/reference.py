@@ -1,6 +1,7 @@
-"""The plain twin of every kernel, in NumPy and Python loops: what the fast code must equal.
+"""The plain twins of attend.py, _attend.pyx and _search.pyx, in NumPy and Python loops.
 
-Owns no speed at all. Tests compare _attend.pyx and _build.pyx with these; nothing else calls them.
+Owns no speed at all. Tests compare the kernels with these; nothing else calls them. The twins of
+_build.pyx are in reference_build.py, those of _probe.pyx in reference_probe.py.
 Integers (int8 scores, ids, edges) agree to the bit; floats up to rounding.
 """
 

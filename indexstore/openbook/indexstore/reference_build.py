@@ -1,4 +1,4 @@
-"""The plain twins of the graph build's kernels, in Python loops.
+"""The plain twins of the build's kernels; those of its codes are in reference_probe.py.
 
 Owns no speed at all; tests compare _build.pyx with these, id by id.
 """
@@ -11,6 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.uint32]
+
+
+def group_sums(
+    rows: NDArray[np.float32], cluster_of: NDArray[np.intp], count: int
+) -> NDArray[np.float32]:
+    """Twin of _build.group_sums."""
+    sums = np.zeros((count, rows.shape[1]))
+    np.add.at(sums, cluster_of, rows)
+    return sums.astype(np.float32)
 
 
 def companions(

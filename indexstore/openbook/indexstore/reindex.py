@@ -30,9 +30,9 @@ from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.layout import Kind
 from openbook.indexstore.lift import lift_plan
 from openbook.indexstore.manifest import Manifest, ManifestFields
-from openbook.indexstore.plan import plan_head, tune_plan
+from openbook.indexstore.plan import tune_plan, untuned_plan
 
-TILE_BYTES_MAX = 4 << 20  # of scores at once, per thread; sorting them takes three times as much
+TILE_BYTES_MAX = 4 << 20  # of scores at once; sorting them takes three times as much
 
 
 def reindex(
@@ -48,7 +48,8 @@ def reindex(
 
     The id and the time of its making are kept; how each head finds its keys, the lift of the
     estimate, the index fingerprint and the seconds of the build are new, and a context of an older
-    format becomes one of the newest. `is_cancelled` is asked before each head. One layer is in
+    format becomes one of the newest. A graph is not built again: heads are searched by their
+    clusters from then on. `is_cancelled` is asked before each head. One layer is in
     memory at a time.
 
     Raises OperationCancelled (the draft is then the caller's to discard), what open_context raises
@@ -78,7 +79,7 @@ def reindex(
             count = len(records.heads)
             heads = build_heads(partial(rebuilt, records), count, threads=threads)
             new = replace(records, heads=heads)
-            scaling, tuned = held.manifest.scaling[layer], tuned_plan(new, threads=threads)
+            scaling, tuned = held.manifest.scaling[layer], _tuned_plan(new, threads=threads)
             plan.append(lift_plan(tuned, new, scaling=scaling, threads=threads))
             build_s += clock() - started
             draft.write_layer(layer, new)
@@ -89,9 +90,9 @@ def reindex(
         held.close()
 
 
-def tuned_plan(records: LayerRecords, *, threads: int) -> tuple[HeadPlan, ...]:
+def _tuned_plan(records: LayerRecords, *, threads: int) -> tuple[HeadPlan, ...]:
     """Return the plan of a layer, tuned on its stored probe queries."""
-    plan, probes = tuple(plan_head() for _ in records.heads), records.probe_queries  # (q, p, d)
+    plan, probes = tuple(untuned_plan() for _ in records.heads), records.probe_queries  # (q, p, d)
     if not plan or not probes.size:
         return plan
     wanted = [

@@ -19,7 +19,6 @@
 #else
 #define OB_CLONES
 #endif
-#define OB_INLINE static inline __attribute__((always_inline))
 
 enum { OB_FLOAT16 = 0, OB_BFLOAT16 = 1, OB_FLOAT32 = 2 };
 enum { OB_BLOCK = 32 }; /* keys per block of the exact scan: four vectors of eight scores */
@@ -81,7 +80,7 @@ enum { OB_AHEAD = 12 };    /* rows whose fetching begins before they are needed 
 enum { OB_PAGE = 4096 };   /* where a processor's own foresight ends */
 
 /* Eight stored numbers, widened: the same floats as ob_widen. */
-__attribute__((target("avx2,f16c"))) OB_ALWAYS __m256 ob_eight(const char *row, int dtype,
+__attribute__((target("avx2,f16c"))) OB_INLINE __m256 ob_eight(const char *row, int dtype,
                                                                int64_t j) {
     if (dtype == OB_FLOAT32) return _mm256_loadu_ps((const float *)row + j);
     __m128i half = _mm_loadu_si128((const __m128i *)(row + 2 * j));
@@ -90,7 +89,7 @@ __attribute__((target("avx2,f16c"))) OB_ALWAYS __m256 ob_eight(const char *row, 
 }
 
 /* Four rows against `heads` queries, each sum in the order of ob_dot: the same to the bit. */
-__attribute__((target("avx2,f16c"))) OB_ALWAYS void ob_four_rows(
+__attribute__((target("avx2,f16c"))) OB_INLINE void ob_four_rows(
     const float *queries, int64_t heads, const char *const rows[4], int dtype, int64_t d,
     float scaling, float *logits, int64_t stride) {
     __m256 sums[OB_TOGETHER][4];
@@ -115,7 +114,7 @@ __attribute__((target("avx2,f16c"))) OB_ALWAYS void ob_four_rows(
     }
 }
 
-__attribute__((target("avx2,f16c"))) OB_ALWAYS int64_t ob_logits_of(
+__attribute__((target("avx2,f16c"))) OB_INLINE int64_t ob_logits_of(
     const float *queries, int64_t heads, const char *keys, int dtype, int64_t d,
     const uint32_t *ids, int64_t count, float scaling, float *logits, int64_t stride) {
     int64_t i = 0, bytes = d * ob_stored_bytes(dtype);
@@ -133,7 +132,7 @@ __attribute__((target("avx2,f16c"))) OB_ALWAYS int64_t ob_logits_of(
     return i;
 }
 
-__attribute__((target("avx2,f16c"))) OB_ALWAYS int64_t ob_logits_sized(
+__attribute__((target("avx2,f16c"))) OB_INLINE int64_t ob_logits_sized(
     const float *queries, int64_t heads, const char *keys, int dtype, int64_t d,
     const uint32_t *ids, int64_t count, float scaling, float *logits, int64_t stride) {
     if (heads == 1)
@@ -212,7 +211,7 @@ OB_CLONES static void ob_add_one_by_one(const float *weights, int64_t group, con
 
 #if OB_X86
 /* The same for four vectors of eight channels and `heads` query heads: twelve sums in registers. */
-__attribute__((target("avx2,f16c,fma"))) OB_ALWAYS void ob_add_channels(
+__attribute__((target("avx2,f16c,fma"))) OB_INLINE void ob_add_channels(
     const float *weights, int64_t heads, const char *rows, int dtype, int64_t bytes,
     int64_t channel, int64_t vectors, const uint32_t *ids, int64_t count, int64_t stride,
     float *out, int64_t d) {
@@ -238,7 +237,7 @@ __attribute__((target("avx2,f16c,fma"))) OB_ALWAYS void ob_add_channels(
             _mm256_storeu_ps(out + g * d + channel + 8 * t, sums[g][t]);
 }
 
-__attribute__((target("avx2,f16c,fma"))) OB_ALWAYS void ob_add_of(
+__attribute__((target("avx2,f16c,fma"))) OB_INLINE void ob_add_of(
     const float *weights, int64_t heads, const char *rows, int dtype, int64_t d,
     const uint32_t *ids, int64_t count, int64_t stride, float *out) {
     int64_t bytes = d * ob_stored_bytes(dtype), channel = 0;

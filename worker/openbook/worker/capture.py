@@ -1,7 +1,7 @@
-"""What a layer's queries teach an index: which middle keys each of them wants most.
+"""What a layer's queries teach an index: their metric, and which middle keys they want most.
 
-Owns the choice of training positions, the exact top-k by tiles on the model's device, and the
-second moment of the queries. It knows nothing of graphs or files.
+Owns the choice of training and probe positions, the turning of queries to where decoding happens,
+and the exact top-k by tiles on the model's device. It knows nothing of indexes or files.
 
 A decode query sits after the document, a training query inside it, and RoPE makes q·k depend on
 the distance: so every sampled query is first turned to a position where decoding happens. Not to
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from openbook.worker.models import Rotation, rotate
 
-NEIGHBOURS = 100  # keys per training query; RoarGraph's N_q, and the paper's top-100
+NEIGHBOURS = 100  # keys per training query of a graph; RoarGraph's N_q, and the paper's top-100
 SAMPLE_MAX = 2048  # training queries per query head
 SAMPLE_MIN = 256
 SAMPLE_SHARE = 0.125  # of the positions, until SAMPLE_MAX
 DECODE_SPREAD = 512  # training queries are turned to n ± this: question, answer and their start
 GOLDEN = 0.6180339887498949  # multiples of it, modulo one, fill an interval evenly
-TILE_BYTES_MAX = 12 << 20  # of scores at once, per thread; the memory promise counts on it
+TILE_BYTES_MAX = 12 << 20  # of scores at once; the memory promise counts on it
 
 
 def sample_positions(token_count: int) -> NDArray[np.int64]:
@@ -63,13 +63,6 @@ def rotated_queries(
     offsets = np.floor((np.arange(len(positions)) * GOLDEN % 1 - 0.5) * 2 * spread)
     by = q.shape[1] - chosen + torch.from_numpy(offsets.astype(np.int64)).to(q.device)
     return taken if rotation is None else rotate(taken, rotation, by=by)
-
-
-def second_moment(queries: Tensor) -> NDArray[np.float32]:
-    """Return the mean of q qᵀ, float32 (d, d), over queries (..., d)."""
-    flat = queries.reshape(-1, queries.shape[-1]).float()
-    moment: NDArray[np.float32] = (flat.T @ flat / max(1, flat.shape[0])).cpu().numpy()
-    return moment
 
 
 def exact_top_k(

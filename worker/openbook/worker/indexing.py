@@ -23,8 +23,8 @@ from openbook.indexstore.head import (
     PlanKind,
     Stored,
 )
-from openbook.indexstore.plan import plan_head, tune_plan
-from openbook.indexstore.store import LayerRecords
+from openbook.indexstore.layer import LayerRecords
+from openbook.indexstore.plan import tune_plan, untuned_plan
 from openbook.worker.capture import (
     DECODE_SPREAD,
     NEIGHBOURS,
@@ -32,7 +32,6 @@ from openbook.worker.capture import (
     probe_positions,
     rotated_queries,
     sample_positions,
-    second_moment,
 )
 from openbook.worker.models import Rotation
 from openbook.worker.prefill import CapturedLayer
@@ -49,14 +48,14 @@ def layer_records(
     values: Stored,
     *,
     params: IndexParams,
-    graph: bool,
+    has_graph: bool,
     turn: Rotation | None,
     threads: int,
 ) -> LayerRecords:
     """Build everything the store keeps of a layer.
 
-    `keys` (KV heads, n, d) and `values` (KV heads, n, dv) as stored. `graph`: with what a scan and
-    a walk read as well. Without a middle there are no heads, training queries or probes.
+    `keys` (KV heads, n, d) and `values` (KV heads, n, dv) as stored. `has_graph`: with what a
+    scan and a walk read as well. Without a middle there are no heads, training queries or probes.
     """
     query_heads, token_count, head_dim = captured.q.shape
     kv_heads, _, value_dim = values.shape
@@ -80,13 +79,13 @@ def layer_records(
     queries = rotated_queries(captured.q, positions, turn, spread=DECODE_SPREAD)
     span = slice(middle.start, middle.stop)
     grouped = queries.view(kv_heads, -1, head_dim)  # (KV heads, group·s, d)
-    count = min(NEIGHBOURS, len(middle)) if graph else None
+    count = min(NEIGHBOURS, len(middle)) if has_graph else None
     heads = _heads(
         keys[:, span], values[:, span], grouped, params=params, neighbours=count, threads=threads
     )
     probes = probe_positions(token_count, PROBES)
     probe_queries = rotated_queries(captured.q, probes, turn, spread=DECODE_SPREAD).cpu().numpy()
-    plan = tuple(plan_head() for _ in heads)
+    plan = tuple(untuned_plan() for _ in heads)
     request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
     (answer,) = attend([request], threads=threads)
     train_queries, train_positions = _kept_queries(grouped, positions)
@@ -110,7 +109,7 @@ def layer_plan(
     threads: int,
 ) -> tuple[HeadPlan, ...]:
     """Choose how each KV head of a layer finds its keys; `forced` is for measurement."""
-    plan = tuple(plan_head(forced or "clusters") for _ in heads)
+    plan = tuple(untuned_plan(forced or "clusters") for _ in heads)
     if not heads or forced == "scan":
         return plan
     _, token_count, head_dim = captured.q.shape
@@ -163,7 +162,6 @@ def _heads(
             grouped[head].cpu().numpy(),
             wanted[head],
             params=params,
-            query_moment=second_moment(grouped[head]),
         )
 
     return build_heads(build, len(wanted), threads=threads)

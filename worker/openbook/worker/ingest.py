@@ -102,7 +102,7 @@ def ingest(
         len(tokens),
         kv_dtype=settings.kv_dtype,
         params=settings.params,
-        graph=settings.has_graph,
+        has_graph=settings.has_graph,
         threads=settings.threads,
         left_bytes=left_bytes,
     )
@@ -137,7 +137,7 @@ def ingest(
     created = int(time.time()) if created_unix_s is None else created_unix_s
     return draft.seal(
         _manifest_fields(
-            model, tokens, layer_writer, context_id=context_id, stages=stages, created=created
+            model, tokens, reading, settings, context_id=context_id, stages=stages, created=created
         )
     )
 
@@ -205,7 +205,7 @@ class _LayerWriter:
             keys,
             values,
             params=settings.params,
-            graph=settings.has_graph,
+            has_graph=settings.has_graph,
             turn=turn,
             threads=threads,
         )
@@ -262,14 +262,14 @@ def _made_from(model: Model, tokens: DocumentTokens, settings: IngestSettings) -
 def _manifest_fields(
     model: Model,
     tokens: DocumentTokens,
-    layer_writer: _LayerWriter,
+    reading: Reading,
+    settings: IngestSettings,
     *,
     context_id: str,
     stages: StageSeconds,
     created: int,
 ) -> ManifestFields:
-    shape, settings = model.shape, layer_writer._settings
-    kv_dtype = layer_writer.reading.kv_dtype
+    shape, kv_dtype = model.shape, reading.kv_dtype
     row = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim)
     fields = model.fingerprint_fields.stored_as(prompt_layout=settings.layout, kv_dtype=kv_dtype)
     return ManifestFields(
@@ -286,7 +286,7 @@ def _manifest_fields(
         value_dim=shape.value_dim,
         kv_dtype=kv_dtype,
         scaling=shape.scalings,
-        plan=tuple(layer_writer.reading.plan),
+        plan=tuple(reading.plan),
         created_unix_s=created,
         stages_s=stages,
         kv_bytes_16bit=2 * row * len(tokens),

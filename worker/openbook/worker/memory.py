@@ -37,7 +37,7 @@ def refuse_without_room(
     *,
     kv_dtype: KvDtype,
     params: IndexParams,
-    graph: bool,
+    has_graph: bool,
     threads: int,
     left_bytes: LeftBytes,
 ) -> None:
@@ -50,7 +50,7 @@ def refuse_without_room(
 
     def needed(device: torch.device, count: int) -> int:
         index = index_bytes(
-            model, count, kv_dtype=kv_dtype, params=params, graph=graph, threads=threads
+            model, count, kv_dtype=kv_dtype, params=params, has_graph=has_graph, threads=threads
         )
         if model.device != host:
             return FIXED_BYTES + (index if device == host else forward_bytes(model, count))
@@ -93,10 +93,10 @@ def index_bytes(
     *,
     kv_dtype: KvDtype,
     params: IndexParams,
-    graph: bool,
+    has_graph: bool,
     threads: int,
 ) -> int:
-    """Return the most that indexing one layer takes: its heads, and what `threads` build at once.
+    """Return the most bytes that indexing a layer takes: heads, and what `threads` build at once.
 
     Keys and values are there twice, as the layer and as its heads; a head being built has them in
     float32 as well, with the points of its clusters, what they differ in and that once more,
@@ -105,10 +105,10 @@ def index_bytes(
     shape = model.shape
     d, dv, stored = shape.head_dim, shape.value_dim, _STORED_BYTES[kv_dtype]
     per_cluster = (4 * (d + dv) + 16) / params.keys_per_cluster
-    head = 2 * stored * (d + dv) + d // 4 + per_cluster + 8
-    building = 4 * (3 * d + dv) + 12 * max(d, dv)
+    head = 2 * stored * (d + dv) + d // 4 + per_cluster + 8  # codes: d // 4; two ids a key: 8
+    building = 4 * (3 * d + dv) + 12 * max(d, dv)  # float32: as said above, at most three at once
     queries = len(sample_positions(tokens)) * shape.query_heads * 8 * d
-    if graph:
+    if has_graph:
         head += d + 4 * params.degree
         building += 12 * params.degree
         queries += len(sample_positions(tokens)) * shape.query_heads * 4 * NEIGHBOURS

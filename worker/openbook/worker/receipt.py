@@ -96,7 +96,7 @@ def describe_budget(budget: Budget) -> str:
 
 
 def describe_plan(plan: tuple[tuple[HeadPlan, ...], ...]) -> str:
-    """Name what the heads do: "scan", "graph", both with counts, or "window" without a middle."""
+    """Name what the heads do, with counts where they differ; "window" without a middle."""
     kinds = Counter(head.kind for layer in plan for head in layer)
     if len(kinds) < 2:
         return next(iter(kinds), "window")
