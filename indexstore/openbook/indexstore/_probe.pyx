@@ -348,6 +348,7 @@ def attend(list parts, list workspace, float lift_log_max):
                         search.centroid_logits, search.left if estimate else NULL, lifts,
                         lift_log_max, &search.weights, search.row, outs, lse, estimated)
             counts[number, 0], counts[number, 1] = count, search.found.scored
+            counts[number, 2] = head.clusters
             if evidence:
                 found.append((_copied(search.pool, (count,), np.uint32),
                               _copied(search.logits, (group, count), np.float32)))

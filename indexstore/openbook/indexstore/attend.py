@@ -149,7 +149,7 @@ def _step_of(request: AttendRequest) -> Step:
         out=np.empty((query_heads, 1, request.heads[0].values.shape[1]), np.float32),
         lse=np.empty((query_heads, 1), np.float32),
         estimated_lse=np.empty((query_heads, 1), np.float32),
-        counts=np.empty((len(request.heads), 2), np.int64),
+        counts=np.empty((len(request.heads), 3), np.int64),
     )
 
 
@@ -161,14 +161,14 @@ def _result_of(step: Step, evidence: Iterator[tuple[NDArray[np.uint32], Floats]]
         for head, (read, rows) in zip(step.heads, evidence, strict=False):
             ids += [head.places(read)] * len(rows)
             logits.extend(rows)
-    read_count, scored = step.counts.sum(axis=0)
+    read_counts, scored, centroids = zip(*step.counts.tolist(), strict=True)
     return AttendResult(
         out=step.out,
         lse=step.lse,
         estimated_lse=step.estimated_lse,
-        keys_read=int(read_count),
-        keys_scored=int(scored),
-        centroids_scored=sum(len(head.counts) for head in step.heads),
+        keys_read=sum(read_counts),
+        keys_scored=sum(scored),
+        centroids_scored=sum(centroids),
         ids=tuple(ids),
         logits=tuple(logits),
     )

@@ -216,7 +216,7 @@ class Step(NamedTuple):
     out: NDArray[np.float32]  # (query heads, 1, dv)
     lse: NDArray[np.float32]  # (query heads, 1)
     estimated_lse: NDArray[np.float32]  # (query heads, 1)
-    counts: NDArray[np.int64]  # (H, 2) keys read, keys scored
+    counts: NDArray[np.int64]  # (H, 3) keys read, keys scored, centroids scored
 
 
 @dataclass(frozen=True, slots=True)
