@@ -1,6 +1,6 @@
 """The time of an ingest against that of a bare forward of the same tokens.
 
-    python bench/ingest_time.py --text FILE --tokens 32768 [--layers 4] [--rounds 3] [--out FILE.json]
+    python bench/ingest_time.py --text FILE [--tokens 32768] [--layers 4] [--rounds 3]
 
 Forward and ingest alternate in one process; the forward is the library's own, without output head
 and without a cache. `--layers` keeps the first layers of the model: all layers cost alike, and a
@@ -36,8 +36,13 @@ def shortened(model: Model, layers: int, positions: int) -> Model:
     kept = min(layers, model.shape.layers)
     base.layers = nn.ModuleList(list(base.layers)[:kept])
     base.config.num_hidden_layers = kept
-    most = max(positions, model.shape.positions_max)
-    return replace(model, shape=replace(model.shape, layers=kept, positions_max=most))
+    shape = replace(
+        model.shape,
+        layers=kept,
+        positions_max=max(positions, model.shape.positions_max),
+        scalings=model.shape.scalings[:kept],
+    )
+    return replace(model, shape=shape)
 
 
 def forward_s(model: Model, document: bytes) -> float:

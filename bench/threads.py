@@ -3,8 +3,9 @@
     python bench/threads.py --vectors FILE [--threads 2] [--queries 60] [--out FILE.json]
 
 The KV heads of FILE (pairs.py) stand for a layer; one call attends for all of them, as a step of
-decoding does. Heads taken in turn do not stay in the caches; rounds alternate between the numbers of
-threads. The last line is one JSON object: microseconds a call and their ratio, medians over rounds.
+decoding does. Heads taken in turn do not stay in the caches; rounds alternate between the numbers
+of threads. The last line is one JSON object: microseconds a call and their ratio, medians over
+rounds.
 """
 
 from __future__ import annotations
