@@ -31,5 +31,5 @@ cdef class Borrowed:
 
 
 cdef inline Head borrow(object index):
-    # The pointers of a HeadIndex, which has checked its arrays and keeps them.
-    return (<Borrowed>index.borrowed).head
+    # The pointers of a HeadIndex, which has checked its arrays and keeps them. Raises TypeError.
+    return (<Borrowed?>index.borrowed).head

@@ -6,7 +6,7 @@ from libc.stdint cimport int8_t, uint8_t, uint32_t
 cnp.import_array()
 
 
-cdef const void *_data(object array) noexcept:
+cdef const void *_data(object array) except? NULL:
     return NULL if array is None else cnp.PyArray_DATA(array)
 
 

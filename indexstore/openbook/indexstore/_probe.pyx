@@ -250,8 +250,10 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
         _prepare(queries + g * head.d, head, search.centroid_logits + g * head.clusters, scaling,
                  reach, search.raw, &search.probe)
         _search(head, g, &search.probe, &search.found)
-    # Each query head has found k keys at least: the clusters above the first bar hold as many.
+    # Each query head has found k keys at least, as the clusters above the first bar hold as many:
+    # but not where the page of their counts was lost and zeros stand there (guard.h).
     pool_size = union_of(&search.found, group, search.visited, search.mask_bytes, search.pool)
+    search.k = min(search.k, pool_size)
     for i in range(pool_size):
         ob_prefetch(head.cluster_of + search.pool[i])  # the estimate asks for it
     ob_logits(LEVEL, queries, group, head.keys, head.dtype, head.d, search.pool, pool_size,

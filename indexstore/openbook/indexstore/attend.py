@@ -60,8 +60,10 @@ def attend(requests: Sequence[AttendRequest], *, threads: int = 1) -> list[Atten
 
     One result per request, in order; the numbers do not depend on `threads`. A request without
     heads (a context no longer than its window) is the empty set. Raises ValueError for arrays of
-    the wrong shape or type, and for a `keys` budget with more than one row.
+    the wrong shape or type, for a `keys` budget with more than one row, and for no threads.
     """
+    if threads < 1:
+        raise ValueError(f"threads must be positive, got {threads}")
     for request in requests:
         _check(request)
     results: dict[int, AttendResult] = {}
@@ -266,8 +268,11 @@ def _check(request: AttendRequest) -> None:
     group = queries.shape[0] // len(heads)
     if any(len(plan.lift) not in (0, group) for plan in request.plan):
         raise ValueError(f"a plan's lift is of other than {group} query heads")
-    if queries.shape[2] != heads[0].keys.shape[1]:
-        raise ValueError(f"queries of {queries.shape[2]}, keys of {heads[0].keys.shape[1]}")
+    d, dv = heads[0].keys.shape[1], heads[0].values.shape[1]
+    if queries.shape[2] != d:
+        raise ValueError(f"queries of {queries.shape[2]}, keys of {d}")
+    if any(head.keys.shape[1] != d or head.values.shape[1] != dv for head in heads):
+        raise ValueError("the heads differ in the size of a key or of a value")
     if request.budget.kind == "keys" and queries.shape[1] != 1:
         raise ValueError(f"a keys budget takes one row, got {queries.shape[1]}")
 

@@ -98,14 +98,15 @@ static uint32_t ob_block(int level, const uint8_t *tables, const uint8_t *block,
     return ob_block_portable(tables, block, quads, starts, bar, sums);
 }
 
-/* The level of each cluster: its centroid's, no lower than `lowest`, and of the best key it may
- * have. Numbers are cut off towards zero. */
+/* The level of each cluster: its centroid's, from `lowest` to 0 whatever the logits hold (a NaN may
+ * hide their peak), and of the best key it may have. Numbers are cut off towards zero. */
 static void ob_levels(const float *logits, const float *spreads, int64_t count, float peak,
                       float inverse, float zero, float reach, float lowest, int16_t *bases,
                       int16_t *bounds) {
     for (int64_t c = 0; c < count; c++) {
         float base = (logits[c] - peak) * inverse, bound = base + (zero + reach * spreads[c]);
         base = base > lowest ? base : lowest;
+        base = base < 0.0f ? base : 0.0f;
         bound = bound > -32767.0f ? bound : -32767.0f;
         bound = bound < 32767.0f ? bound : 32767.0f;
         bases[c] = (int16_t)(int32_t)base;

@@ -23,6 +23,7 @@ WINDOW_TOKENS = SINK_TOKENS + RECENT_TOKENS
 LIFT_MAX = 1.0  # of scores that spread like a bell: 0.5; measured: 0.09 to 0.7 (docs/LOG.md)
 REACH_MAX = 100.0  # spreads; no key lies so far from its centroid
 DEFAULT_KEYS = 100  # RetrievalAttention §4.1: top-100 per query head
+KEYS_MAX = 2**31 - 1  # of a budget: no context has more tokens
 
 KvDtype = Literal["float16", "bfloat16", "float32"]
 PlanKind = Literal["clusters", "scan", "graph"]
@@ -30,6 +31,7 @@ BudgetKind = Literal["exact", "keys"]
 Stored = NDArray[Any]  # float16, float32, or uint16 holding bfloat16 bits
 
 CODE_ARRAYS = ("members", "codes", "codebook", "code_basis", "code_spreads")
+_WIDE = (np.float16, np.float32)  # in the machine's order of bytes
 GRAPH_ARRAYS = ("keys_int8", "centre", "scale", "graph", "entries")
 
 
@@ -76,10 +78,10 @@ class HeadIndex:
         """
         m, d = self.keys.shape
         c, pairs = self.counts.shape[0], -(-d // 2)
-        if self.keys.dtype.char not in "eHf" or self.values.dtype != self.keys.dtype:
+        if self.keys.dtype not in (*_WIDE, np.uint16) or self.values.dtype != self.keys.dtype:
             raise TypeError(f"keys and values share a stored dtype, got {self.keys.dtype}")
         for name in ("centroids", "value_sums"):
-            if getattr(self, name).dtype.char not in "ef":
+            if getattr(self, name).dtype not in _WIDE:
                 raise TypeError(f"{name} are float16 or float32, got {getattr(self, name).dtype}")
         expected: dict[str, tuple[Any, tuple[int | None, ...]]] = {
             "keys": (self.keys.dtype, (m, d)),
@@ -161,8 +163,8 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind not in ("exact", "keys"):
             raise ValueError(f"budget kind must be 'exact' or 'keys', got {self.kind!r}")
-        if self.keys < 0:
-            raise ValueError(f"budget keys must not be negative, got {self.keys}")
+        if not 0 <= self.keys <= KEYS_MAX:
+            raise ValueError(f"budget keys must be from 0 to {KEYS_MAX}, got {self.keys}")
 
 
 EXACT = Budget(kind="exact", estimate=False)

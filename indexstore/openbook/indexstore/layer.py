@@ -23,6 +23,9 @@ from openbook.indexstore.layout import (
     info_of,
 )
 
+# What a search or an estimate is made of, besides spreads; keys and values are checked when stored.
+_FINITE = ("centroids", "value_sums", "codebook", "code_basis", "code_spreads", "centre", "scale")
+
 _LABELS_OF_HEAD = tuple(kind.label for kind in HEAD_KINDS)
 assert set(_LABELS_OF_HEAD) == {f.name for f in fields(HeadIndex) if f.init}, "one record per array"
 
@@ -108,12 +111,15 @@ def check_head(index: HeadIndex, head: int) -> None:
     held = np.bincount(index.cluster_of, minlength=clusters)
     if not np.array_equal(held, index.counts):
         raise ValueError(f"head {head}: counts differ from the members of the clusters")
+    if not held.all():
+        raise ValueError(f"head {head}: a cluster has no members")
+    for name in _FINITE:
+        array = getattr(index, name)
+        if array is not None and not np.isfinite(array).all():
+            raise ValueError(f"head {head}: {name} holds a number that is not finite")
     if index.members is None:
         return
     if (np.diff(index.cluster_of.astype(np.int64)) < 0).any():
         raise ValueError(f"head {head}: its keys are not in the order of their clusters")
     if (np.bincount(index.members, minlength=middle) != 1).any():
         raise ValueError(f"head {head}: members names a key twice")
-    for name in ("codebook", "code_basis", "code_spreads", "centroids"):
-        if not np.isfinite(getattr(index, name)).all():
-            raise ValueError(f"head {head}: {name} holds a number that is not finite")

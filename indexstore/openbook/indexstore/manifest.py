@@ -133,6 +133,8 @@ def complete(fields: ManifestFields, files: tuple[FileEntry, ...]) -> Manifest:
 
 def check_fields(summary: Summary) -> None:
     """Check the fields against each other. Raises ValueError with both numbers."""
+    if not all(factor > 0 for factor in summary.scaling):
+        raise ValueError("scaling holds a number that is not positive")
     if summary.query_heads % summary.kv_heads:
         raise ValueError(f"{summary.query_heads} query heads for {summary.kv_heads} KV heads")
     group = summary.query_heads // summary.kv_heads
