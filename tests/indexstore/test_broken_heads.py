@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from heads import make_head, structured
+from threadpoolctl import threadpool_info
 
 from openbook.indexstore._head import Borrowed
 from openbook.indexstore.attend import attend, search
-from openbook.indexstore.build import IndexParams, build_head
+from openbook.indexstore.build import IndexParams, build_head, build_heads
 from openbook.indexstore.head import KEYS_MAX, AttendRequest, Budget, HeadIndex, HeadPlan
 from openbook.indexstore.layer import check_head
 
@@ -161,6 +162,15 @@ def test_numbers_in_another_order_of_bytes_are_refused() -> None:
         replace(head, value_sums=head.value_sums.astype(">f4"))
 
 
+def test_head_without_clusters_is_refused() -> None:
+    head = head_of(20, 16)
+    names = ("centroids", "counts", "value_sums", "spreads")
+    changes = {name: getattr(head, name)[:0] for name in names}
+    empty = replace(head, **changes, entries=np.array(head.entries[:1]))
+    with pytest.raises(ValueError, match=r"cluster_of holds id \d+ of 0"):
+        check_head(empty, 0)
+
+
 def stand_in(head: HeadIndex, **changes: Any) -> Any:
     """Return something with a head's attributes that is none."""
     fields = {name: getattr(head, name) for name in HeadIndex.__slots__}
@@ -215,3 +225,33 @@ def test_heads_dropped_while_other_threads_attend_are_kept_until_answered() -> N
         asker.join(60)
         assert not asker.is_alive()
     assert not wrong
+
+
+def blas_threads() -> set[int]:
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_builds_that_overlap_keep_one_thread_of_blas_and_give_it_back() -> None:
+    """An ingest and a reindex of another context build at once; the first to end is the first."""
+    head, second_runs, seen = head_of(20, 16), threading.Event(), []
+
+    def first(_: int) -> HeadIndex:
+        second.start()
+        assert second_runs.wait(30)
+        return head
+
+    def other(_: int) -> HeadIndex:
+        second_runs.set()
+        opening.join(30)
+        seen.append(blas_threads())
+        return head
+
+    opening = threading.Thread(target=build_heads, args=(first, 1), kwargs={"threads": 1})
+    second = threading.Thread(target=build_heads, args=(other, 1), kwargs={"threads": 1})
+    if (before := blas_threads()) == {1}:
+        pytest.skip("BLAS has one thread here, whoever builds")
+    opening.start()
+    opening.join(60)
+    second.join(60)
+    assert not second.is_alive() and seen == [{1}]
+    assert blas_threads() == before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -109,10 +110,41 @@ def build_heads(
     Each has one thread of BLAS: more would wait for one another, and round otherwise.
     """
     with (
-        threadpool_limits(1, user_api="blas"),
+        _ONE_BLAS_THREAD,
         ThreadPoolExecutor(threads) as pool,  # BLAS and the kernels release the GIL
     ):
         return tuple(pool.map(build, range(count)))
+
+
+class _BlasLimit:
+    """Gives BLAS one thread while anyone builds.
+
+    The limit is the process's: each build restoring what it found would end the limit of another
+    that goes on. And threadpoolctl heeds the first thread that sets one, for as long as that
+    lives, and ignores all others: so all builds have theirs set by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._setter = ThreadPoolExecutor(1, thread_name_prefix="blas-limit")
+        self._builds = 0
+        self._limits: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._builds == 0:
+                limited = self._setter.submit(threadpool_limits, 1, user_api="blas")
+                self._limits = limited.result()
+            self._builds += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._builds -= 1
+            if self._builds == 0:
+                self._setter.submit(self._limits.restore_original_limits).result()
+
+
+_ONE_BLAS_THREAD = _BlasLimit()
 
 
 def _narrowed(rows: NDArray[np.float32]) -> Stored:
