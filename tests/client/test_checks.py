@@ -105,6 +105,9 @@ def test_capacity_is_the_shape_times_the_tokens(client: Client) -> None:
     for tokens in (0, -1, 8193):
         with pytest.raises(ValueError, match=f"tokens is {tokens}; the model takes 1 to 8192"):
             capacity(model, tokens)
+    for room in ({"memory_bytes": -1}, {"disk_bytes": -1}):
+        with pytest.raises(ValueError, match="negative"):
+            capacity(model, 1000, **room)
 
 
 def test_capacity_is_printed(openbook: Callable[..., Result]) -> None:

@@ -206,6 +206,15 @@ def test_walk_finds_what_a_scan_finds() -> None:
         assert found.keys_scored < 4000
 
 
+@pytest.mark.parametrize("plan", [CLUSTERS, SCAN, HeadPlan("graph", 20)])
+def test_case_b02_all_keys_wanted_are_all_keys_read(plan: HeadPlan) -> None:
+    heads, queries = two_heads(300, 16)
+    for keys in (300, 301, 2**31 - 1):
+        request = request_of(heads, queries, budget=Budget(keys=keys), plan=(plan, plan))
+        (result,) = attend([request])
+        assert result.keys_read == 600
+
+
 def test_evidence_gives_ids_and_logits_of_what_was_read() -> None:
     heads, queries = two_heads(400, 16)
     request = request_of(heads, queries, budget=Budget(keys=7), evidence=True)

@@ -187,3 +187,11 @@ def test_search_by_clusters_of_a_head_without_codes_is_refused(tmp_path: Path) -
         with pytest.raises(ValueError, match="a head was not built for its plan"):
             attend([AttendRequest(heads, queries, 0.25, Budget(), plan)])
         del heads
+
+
+def test_keys_that_are_no_numbers_are_not_indexed_anew(
+    indexed: Path, tmp_path: Path, forger: Any
+) -> None:
+    forge(forger, indexed, "layer-001.mdb", {"keys/001": put(3, np.inf)})
+    with begin(tmp_path) as draft, pytest.raises(ShardCorrupt, match="head 1: .*not finite"):
+        reindex(indexed, draft, IndexParams())

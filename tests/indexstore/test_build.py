@@ -206,7 +206,9 @@ def test_case_b21_few_training_queries(train: int) -> None:
     head = make_head(keys, train=train)
     assert is_whole(head)
     assert (head.graph[head.entries[0]] != head.entries[0]).any(), "the entry has out-edges"
-    assert recall(head, prefill_queries(rng, keys, 20), GRAPH)[0] >= 0.5
+    queries = prefill_queries(rng, keys, 20)
+    assert recall(head, queries, GRAPH)[0] >= 0.5
+    assert recall(head, queries, CLUSTERS)[0] >= 0.9
 
 
 def test_case_b21_queries_all_in_one_corner() -> None:
@@ -216,7 +218,8 @@ def test_case_b21_queries_all_in_one_corner() -> None:
     stored = to_stored(keys, "float16")
     head = build_head(stored, stored, corner, exact_top(stored, corner, 100), params=IndexParams())
     assert is_whole(head)
-    assert recall(head, corner[:1], GRAPH)[0] == 1.0
+    for plan in (CLUSTERS, GRAPH):
+        assert recall(head, corner[:1], plan)[0] == 1.0
 
 
 @pytest.mark.parametrize("position", [0, 2_500, 4_999])
@@ -244,7 +247,8 @@ def test_case_b25_more_clusters_than_keys() -> None:
     keys = structured(np.random.default_rng(25), 3, 16)
     head = make_head(keys, params=IndexParams(keys_per_cluster=1, degree=32))
     assert 1 <= len(head.counts) <= 3 and is_whole(head)
-    assert recall(head, keys, GRAPH)[0] == 1.0
+    for plan in (CLUSTERS, GRAPH):
+        assert recall(head, keys, plan)[0] == 1.0
 
 
 def test_group_sums_add_rows_by_cluster() -> None:

@@ -37,8 +37,11 @@ def capacity(
 
     A context in memory counts as its stored bytes: its files are mapped, and answers are quick
     where they stay in the page cache. Raises ValueError for tokens that the model has no positions
-    for.
+    for, and for a room below nothing.
     """
+    for name, room in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+        if room is not None and room < 0:
+            raise ValueError(f"{name} must not be negative, got {room}")
     if not 0 < tokens <= model.positions_max:
         raise ValueError(f"tokens is {tokens}; the model takes 1 to {model.positions_max}")
     kv_bytes = tokens * model.layers * model.kv_heads * model.head_dim * 2 * NUMBER_BYTES

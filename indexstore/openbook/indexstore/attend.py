@@ -213,9 +213,10 @@ def find(
         return _probe.find(
             head, queries, scaling, budget.keys, candidates, plan.reach, _workspace()
         )
+    walks = plan.kind == "graph" and budget.keys < head.middle_tokens
     return _search.find(
-        head, queries, scaling, budget.keys, plan.kind == "graph", plan.queue,
-        budget.estimate, SEEDS_PER_HEAD, SLACK_SPREADS,
+        head, queries, scaling, budget.keys, walks, plan.queue, budget.estimate,
+        SEEDS_PER_HEAD, SLACK_SPREADS,
     )  # fmt: skip
 
 

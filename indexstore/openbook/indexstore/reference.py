@@ -149,7 +149,7 @@ def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray
             reach=plan.reach,
         )
         return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
-    walks = plan.kind == "graph"
+    walks = plan.kind == "graph" and wanted < len(keys)
     capacity = min(len(keys), max(k + k // SPARE, plan.queue if walks else 0))
     scores = int8_scores(head, queries)  # (group, m)
     if walks:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from openbook.indexstore.build import IndexParams, build_head, build_heads
 from openbook.indexstore.draft import Draft
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.errors import OperationCancelled
+from openbook.indexstore.errors import OperationCancelled, ShardCorrupt
 from openbook.indexstore.head import DEFAULT_KEYS, HeadIndex, HeadPlan
 from openbook.indexstore.held import hold
 from openbook.indexstore.layer import LayerRecords
@@ -62,7 +62,10 @@ def reindex(
         old = records.heads[head]
         queries = np.ascontiguousarray(records.train_queries[head], np.float32)  # (s, d)
         keys, values = old.in_text_order(old.keys), old.in_text_order(old.values)
-        return build_head(keys, values, queries, None, params=params)
+        try:
+            return build_head(keys, values, queries, None, params=params)
+        except ValueError as error:  # numbers that no ingest stores, under right digests
+            raise ShardCorrupt(f"head {head}", str(error)) from error
 
     held = hold(path)
     try:
