@@ -1,5 +1,6 @@
 """Read the pointers of a HeadIndex once, for every search of it."""
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int8_t, uint8_t, uint32_t
 
@@ -10,6 +11,7 @@ cdef const void *_data(object array) except? NULL:
     return NULL if array is None else cnp.PyArray_DATA(array)
 
 
+@cython.auto_pickle(False)
 cdef class Borrowed:
     """Where the arrays of one HeadIndex lie: good for as long as that lives, which holds this."""
 
