@@ -186,4 +186,48 @@ class OursOwnRaw(OurGraph):
     name, is_own, is_rotated = "ours-own-raw", True, False
 
 
-PAPERS = {kind.name: kind for kind in (Paper, RobustVamana, OurGraph, OursOwn, OursRaw, OursOwnRaw)}
+class OurClusters:
+    """What an ingest builds: clusters and codes, at rising reach with as many candidates."""
+
+    name = "ours-clusters"
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    widths: ClassVar[tuple[int, ...]] = tuple(range(0, 325, 25))  # hundredths of a spread
+    shares = True
+    candidates = 300
+
+    def build(self, keys: Floats, training: Training) -> None:
+        """Build on the rotated queries of the whole group."""
+        stored = narrowed(keys)
+        self._head = build_head(stored, stored, training.shared, None, params=IndexParams())
+        self._reach, self._counted = 0.0, (0.0, 0.0)
+
+    def widen(self, width: int) -> None:
+        """Set how many hundredths of a spread above its centroid a key is looked for."""
+        self._reach = width / 100
+
+    def search(self, queries: Floats) -> Ids:
+        """Return ids (G, KEYS), those of the keys as they were given."""
+        plan = HeadPlan("clusters", self.candidates, reach=self._reach)
+        budget = Budget(keys=KEYS, estimate=False)
+        found = ask(self._head, queries, plan, budget=budget, attends=False)
+        assert isinstance(found, Found), "it was not asked to attend"
+        self._counted = float(found.scored), float(found.centroids)
+        return self._head.places(found.ids)
+
+    def counted(self) -> tuple[float | None, float]:
+        """Return the keys whose codes were looked up by any of the group, and the centroids."""
+        return self._counted
+
+    def size_bytes(self) -> int:
+        """Count what a search reads."""
+        return array_bytes(self._head, set(SEARCH_ARRAYS["clusters"]))
+
+    def build_parts_s(self) -> dict[str, float]:
+        """Only the whole is known."""
+        return {}
+
+
+PAPERS = {
+    kind.name: kind
+    for kind in (Paper, RobustVamana, OurGraph, OursOwn, OursRaw, OursOwnRaw, OurClusters)
+}

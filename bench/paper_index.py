@@ -4,7 +4,8 @@
 
 Recall@100 against the share of keys scored per query, once for queries (`q_to_k`: what decoding
 asks) and once for keys as queries (`k_to_k`), for each index that counts what it scores, at rising
-widths. Centroids are drawn as scored; the JSON has them apart. A query is asked alone, as in the
+widths. Centroids are drawn as scored, and so are keys of which only the 4-bit codes are read; the
+JSON has centroids apart. A query is asked alone, as in the
 paper, so that a group shares nothing; the paper's graphs per query head are trained on their own
 head's queries. Then the Mahalanobis distance of queries and of keys to the keys' distribution.
 Means over the heads of the file, FILE as in pairs.py. Writes paper_index.json and paper_index.png,
@@ -41,7 +42,8 @@ DRAWN: dict[str, tuple[dict[str, Any], str, str]] = {
     "paper-one": ({"centred": True}, "the paper: RoarGraph per query head", "#7d3c98"),
     "roargraph": ({"centred": True}, "RoarGraph, our training queries", "#c39bd3"),
     "retroinfer": ({}, "RetroInfer-like clusters", "#27ae60"),
-    "ours": ({}, "openbook graph", "#1f6f8b"),
+    "ours": ({}, "openbook graph", "#7fb3d5"),
+    "ours-clusters": ({}, "openbook clusters and codes", "#1f6f8b"),
 }
 ENOUGH = 0.995  # wider settings are not asked
 KEY_QUERIES = 256  # keys that are asked for, of each head
