@@ -31,6 +31,7 @@ from contenders import Index
 from index import RIVALS
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 from pairs import Pair, Training, exact_answers, read_pairs
 
@@ -195,6 +196,7 @@ def draw_curves(axes: Axes, lines: dict[str, list[dict[str, float]]]) -> None:
             axes.plot(scored, recalls, linestyle="--", color=colour, label=f"{label}, keys alone")
     axes.axhline(0.95, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(0.3, 1.01)
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=None))
     axes.set_xlabel("keys scored")
