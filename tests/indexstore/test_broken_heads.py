@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -255,3 +258,27 @@ def test_builds_that_overlap_keep_one_thread_of_blas_and_give_it_back() -> None:
     second.join(60)
     assert not second.is_alive() and seen == [{1}]
     assert blas_threads() == before
+
+
+FORKED = """
+import os, sys
+import numpy as np
+from openbook.indexstore.build import IndexParams, build_head, build_heads
+
+def build(_):
+    keys = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float16)
+    return build_head(keys, keys, np.zeros((0, 8), np.float32), None, params=IndexParams())
+
+build_heads(build, 2, threads=2)
+pid = os.fork()
+if pid == 0:
+    build_heads(build, 2, threads=2)
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_process_that_built_may_build() -> None:
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # no threads to lose in a fork
+    done = subprocess.run([sys.executable, "-c", FORKED], env=environment, timeout=60)
+    assert done.returncode == 7

@@ -82,7 +82,7 @@ def needed_bytes(model: Model, tokens: int, threads: int) -> int:
             tokens,
             kv_dtype=settings.kv_dtype,
             params=settings.params,
-            graph=settings.has_graph,
+            has_graph=settings.has_graph,
             threads=threads,
             left_bytes=lambda _: 0,
         )

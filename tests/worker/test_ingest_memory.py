@@ -111,7 +111,7 @@ def refused(model: Model, tokens: int, left: int) -> MemoryShort | None:
             tokens,
             kv_dtype="float16",
             params=IndexParams(),
-            graph=False,
+            has_graph=False,
             threads=2,
             left_bytes=lambda _: left,
         )
@@ -137,7 +137,7 @@ def test_activations_and_the_index_are_counted(tiny_model: Tiny) -> None:
                 100_000,
                 kv_dtype="float16",
                 params=IndexParams(),
-                graph=False,
+                has_graph=False,
                 threads=threads,
                 left_bytes=lambda _: 0,
             )
@@ -160,7 +160,7 @@ def test_memory_left_on_a_device_is_asked_for_by_its_name(tiny_model: Tiny) -> N
         1000,
         kv_dtype="float16",
         params=IndexParams(),
-        graph=False,
+        has_graph=False,
         threads=1,
         left_bytes=left,
     )

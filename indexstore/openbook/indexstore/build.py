@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,10 @@ class _BlasLimit:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start as if nobody built."""
         self._lock = threading.Lock()
         self._setter = ThreadPoolExecutor(1, thread_name_prefix="blas-limit")
         self._builds = 0
@@ -145,6 +150,8 @@ class _BlasLimit:
 
 
 _ONE_BLAS_THREAD = _BlasLimit()
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_ONE_BLAS_THREAD.forget)
 
 
 def _narrowed(rows: NDArray[np.float32]) -> Stored:
