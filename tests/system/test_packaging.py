@@ -207,7 +207,7 @@ def test_lint_runs_every_checker() -> None:
     recipe = MAKEFILE.partition("\nlint:")[2].partition("\n\n")[0]
     for command in ("ruff check", "ruff format --check", "mypy", "buf lint", "git diff"):
         assert command in recipe, command
-    assert "stubtest --mypy-config-file pyproject.toml" in recipe
+    assert "stubtest --ignore-disjoint-bases --mypy-config-file pyproject.toml" in recipe
 
 
 def test_interpreter_finder_refuses_what_cannot_build(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from openbook.indexstore import _attend, _probe, _search
 from openbook.indexstore.head import (
-    DEFAULT_KEYS,
     AttendRequest,
     AttendResult,
     Budget,
@@ -231,8 +230,8 @@ def _tuned(
 
 
 def _candidates(plan: HeadPlan, keys: int) -> int:
-    """Return how many keys a search by clusters scores exactly: the plan's are for DEFAULT_KEYS."""
-    return max(-(-plan.queue * keys // DEFAULT_KEYS), CANDIDATES_PER_KEY * keys)
+    """Return how many keys a search by clusters scores exactly for each query head."""
+    return max(plan.queue, CANDIDATES_PER_KEY * keys)
 
 
 def _lift(plan: HeadPlan, scaling: float) -> Floats | None:

@@ -17,7 +17,7 @@ from openbook.indexstore.attend import (
     SLACK_SPREADS,
 )
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.head import DEFAULT_KEYS, AttendRequest, AttendResult, HeadIndex, HeadPlan
+from openbook.indexstore.head import AttendRequest, AttendResult, HeadIndex, HeadPlan
 from openbook.indexstore.reference_probe import dot, probe
 
 Floats = NDArray[np.float32]
@@ -140,12 +140,11 @@ def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray
     if k == 0:
         return np.zeros((group, 0), np.intp), np.zeros(0, np.intp), 0
     if plan.kind == "clusters":
-        tuned = -(-plan.queue * wanted // DEFAULT_KEYS)
         candidates, touched = probe(
             head,
             queries,
             request.scaling,
-            candidates=max(k, tuned, CANDIDATES_PER_KEY * wanted),
+            candidates=max(k, plan.queue, CANDIDATES_PER_KEY * wanted),
             reach=plan.reach,
         )
         return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
