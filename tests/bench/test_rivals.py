@@ -19,7 +19,7 @@ NEARLY_ALL = {  # a graph's widest search may miss a key that no edge leads to
     "ivfpq": 10**6, "ivfsq": 10**6, "hnsw": KEYS * 20, "hnswlib": KEYS * 20, "usearch": KEYS * 20,
     "roargraph": KEYS * 20, "roargraph-int8": KEYS * 20, "paper": KEYS * 20,
     "robustvamana": KEYS * 20, "ours": KEYS * 20, "ours-own": KEYS * 20, "ours-raw": KEYS * 20,
-    "ours-own-raw": KEYS * 20,
+    "ours-own-raw": KEYS * 20, "ours-clusters": 1000,
 }  # fmt: skip
 
 
