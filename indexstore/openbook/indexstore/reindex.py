@@ -56,7 +56,7 @@ def reindex(
     about the old context, and what Draft.write_layer and seal raise about the new one.
     """
 
-    def rebuilt(records: LayerRecords, head: int) -> HeadIndex:
+    def rebuilt(file: str, records: LayerRecords, head: int) -> HeadIndex:
         if is_cancelled():
             raise OperationCancelled
         old = records.heads[head]
@@ -65,7 +65,7 @@ def reindex(
         try:
             return build_head(keys, values, queries, None, params=params)
         except ValueError as error:  # numbers that no ingest stores, under right digests
-            raise ShardCorrupt(f"head {head}", str(error)) from error
+            raise ShardCorrupt(file, f"head {head}: {error}") from error
 
     held = hold(path)
     try:
@@ -80,7 +80,7 @@ def reindex(
             records = held.records(shard, "full")
             started = clock()
             count = len(records.heads)
-            heads = build_heads(partial(rebuilt, records), count, threads=threads)
+            heads = build_heads(partial(rebuilt, file.name, records), count, threads=threads)
             new = replace(records, heads=heads)
             scaling, tuned = held.manifest.scaling[layer], _tuned_plan(new, threads=threads)
             plan.append(lift_plan(tuned, new, scaling=scaling, threads=threads))
