@@ -193,5 +193,6 @@ def test_keys_that_are_no_numbers_are_not_indexed_anew(
     indexed: Path, tmp_path: Path, forger: Any
 ) -> None:
     forge(forger, indexed, "layer-001.mdb", {"keys/001": put(3, np.inf)})
-    with begin(tmp_path) as draft, pytest.raises(ShardCorrupt, match=r"layer-001.mdb: head 1: .*not finite"):
+    problem = "layer-001.mdb: head 1: .*not finite"
+    with begin(tmp_path) as draft, pytest.raises(ShardCorrupt, match=problem):
         reindex(indexed, draft, IndexParams())
