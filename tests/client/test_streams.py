@@ -124,6 +124,7 @@ def test_size_beyond_every_machine_is_refused(fake: FakeServer) -> None:
 def test_interrupt_while_the_verbs_are_imported_is_one_line_and_exit_130(fake: FakeServer) -> None:
     code = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'grpc':\n"
