@@ -6,7 +6,8 @@ calls of openbook's search are in `ask`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -129,6 +130,8 @@ class Ours:
         self.estimates = self.searches = kind != "exact"
         plans = {str(name): (plan, pair.build_s[name]) for name, plan in pair.plans.items()}
         self._plan, self.build_s = plans.get(kind, (HeadPlan("scan", 0), 0.0))
+        self._budget = EXACT if kind == "exact" else Budget(keys=KEYS)
+        self.keys_read: list[int] = []  # by each step, distinct ones
         queue, reach = self._plan.queue, self._plan.reach
         words = {"graph": f"queue {queue}", "clusters": f"candidates {queue} reach {reach}"}
         self.setting = words.get(kind, "")
@@ -145,10 +148,22 @@ class Ours:
 
     def step(self, queries: Floats, *, estimate: bool) -> Answer:
         """Search and attend in openbook's one call."""
-        budget = EXACT if self._kind == "exact" else Budget(keys=KEYS, estimate=estimate)
+        budget = replace(self._budget, estimate=estimate and self.estimates)
         found = ask(self._head, queries, self._plan, budget=budget, attends=True)
         assert isinstance(found, AttendResult), "it was asked to attend"
+        if estimate == self.estimates:
+            self.keys_read.append(found.keys_read)
         return Answer(found.out[:, 0], found.keys_scored, found.centroids_scored)
+
+    @staticmethod
+    def layer_step(layer: Sequence[Ours], queries: Floats) -> AttendResult:
+        """Answer for the KV heads of a layer in one call, as decoding does; queries (H, G, d)."""
+        count, group, d = queries.shape
+        heads, plan = tuple(one._head for one in layer), tuple(one._plan for one in layer)
+        budget = replace(layer[0]._budget, estimate=layer[0].estimates)
+        rows = queries.reshape(count * group, 1, d)
+        (result,) = attend([AttendRequest(heads, rows, d**-0.5, budget, plan)])
+        return result
 
     def size_bytes(self) -> int:
         """Count the arrays that the kind reads, those of the estimate with them."""

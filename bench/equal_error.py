@@ -2,12 +2,15 @@
 
     python bench/equal_error.py --vectors FILE [--heads 0,1,…] [--queries 64] [--out FILE.json]
 
-A step is search, attention and estimate of one KV head (index.py); its error is the relative L2
-distance to exact attention over the middle. Ours is asked for more or fewer keys by the plan of its
-ingest, no test query having a say; every rival is swept over its widths and, where it drops the
-keys it does not read, over how many it reads. `at_error[e][kind]` is what a kind's step takes over
-ours at an error of e, each between the two settings that lie around it on its own frontier, by the
-logarithms of both; the exact scan has no error and stands as it is. Null: no setting gets there.
+A step is search, attention and estimate of a layer, for which the KV heads of FILE stand; its error
+is the relative L2 distance to exact attention over the middle. Ours takes all heads in one call, as
+decoding does; a rival's heads follow one another. Caches are emptied before each step. Ours is
+asked for more or fewer keys by the plan of its ingest, no test query having a say; every rival is
+swept over its widths and, where it drops the keys it does not read, over how many it reads.
+`at_error[e][kind]` is what a kind's step takes over ours at an error of e, each between the two
+settings that lie around it on its own frontier, by the logarithms of both; the exact scan has no
+error and stands as it is. `keys_read` are those of a KV head.
+Null: no setting gets there.
 Medians over alternating rounds of the ratio in each. The last line is one JSON object.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +27,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from contenders import Answer, Contender, Ids, Ours, Rival, ask
-from index import measure, measure_times, step_once
+from contenders import Contender, Ids, Ours, Rival
+from index import CACHE_BYTES, ROUNDS, Entered, measure
 from numpy.typing import NDArray
 from pairs import Floats, Pair, read_pairs
 from retroinfer import RetroInfer
 from rivals import Flat, Ivf
 from tuning import build
 
-from openbook.indexstore.head import AttendResult, Budget
+from openbook.indexstore.head import Budget
 
 OUR_KEYS = (16, 32, 64, 100, 150, 200, 300)
 PLAIN_KEYS = (100, 400)  # ours without the estimate
@@ -52,15 +56,8 @@ class OursOf(Ours):
 
     def __init__(self, pair: Pair, keys: int, *, estimates: bool) -> None:
         super().__init__(pair, "clusters")
-        self._keys, self.estimates = keys, estimates
+        self._budget, self.estimates = Budget(keys=keys), estimates
         self.searches = False  # what its recall is of fewer keys is nobody's question here
-
-    def step(self, queries: Floats, *, estimate: bool) -> Answer:
-        """Search and attend in openbook's one call."""
-        budget = Budget(keys=self._keys, estimate=estimate)
-        found = ask(self._head, queries, self._plan, budget=budget, attends=True)
-        assert isinstance(found, AttendResult), "it was asked to attend"
-        return Answer(found.out[:, 0], found.keys_scored, found.centroids_scored)
 
 
 @dataclass
@@ -126,6 +123,41 @@ def read(
     ]
 
 
+def measure_layers(entered: Entered, pairs: list[Pair]) -> NDArray[np.float64]:
+    """Return microseconds per query head of each kind's step of a layer, (kinds, ROUNDS)."""
+    spent = np.zeros((len(entered), ROUNDS))
+    tests = np.stack([pair.tests for pair in pairs], axis=1)  # (t, H, G, d)
+    cache = np.zeros(CACHE_BYTES // 8)
+    for turn in range(ROUNDS):
+        asked = tests[turn::ROUNDS]
+        for number, contenders in enumerate(entered.values()):
+            for contender in contenders:
+                contender.prepare()
+            for queries in asked:
+                cache.sum()
+                begin = time.perf_counter()
+                step_layer(contenders, queries)
+                spent[number, turn] += time.perf_counter() - begin
+            spent[number, turn] *= 1e6 / (len(asked) * queries.shape[0] * queries.shape[1])
+    return spent
+
+
+def step_layer(contenders: Sequence[Contender], queries: Floats) -> None:
+    """Do one step of all KV heads: queries (H, G, d)."""
+    ours = [one for one in contenders if isinstance(one, Ours)]
+    if ours:
+        Ours.layer_step(ours, queries)
+        return
+    for contender, mine in zip(contenders, queries, strict=True):
+        contender.step(mine, estimate=contender.estimates)
+
+
+def keys_read(contenders: Sequence[Contender]) -> float | None:
+    """Return the distinct keys that a step of a KV head reads, in the mean; None of rivals."""
+    ours = [one.keys_read for one in contenders if isinstance(one, Ours)]
+    return float(np.mean(ours)) if ours else None
+
+
 def frontier(points: Curve) -> Curve:
     """Return the points that none is better than in both error and time, errors rising."""
     kept: Curve = []
@@ -183,17 +215,16 @@ def main() -> None:
     pairs = read_pairs(arguments.vectors, chosen=chosen, queries=arguments.queries)
     entered = enter(pairs)
     names = list(entered)
-    spent = np.stack([times.mean(axis=1) for times in measure_times(entered, pairs, step_once)])
+    spent = measure_layers(entered, pairs)
     errors = np.zeros(len(names))
+    steps: dict[str, dict[str, float | None]] = {}
     for number, contenders in enumerate(entered.values()):
         rows = [measure(pair, one) for pair, one in zip(pairs, contenders, strict=True)]
         shown = [row["error"] if row["error"] is not None else row["error_plain"] for row in rows]
         errors[number] = np.mean(shown)
-        print(f"{names[number]:>32} {errors[number]:8.4f} {np.median(spent[number]):8.1f} us")
-    steps = {
-        name: {"error": float(error), "us": float(np.median(times))}
-        for name, error, times in zip(names, errors, spent, strict=True)
-    }
+        us, read = float(np.median(spent[number])), keys_read(contenders)
+        steps[names[number]] = {"error": float(errors[number]), "us": us, "keys_read": read}
+        print(f"{names[number]:>32} {errors[number]:8.4f} {us:8.1f} us {read or 0:7.1f} keys read")
     result = {"heads": len(pairs), "steps": steps, "at_error": compare(names, errors, spent)}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -132,8 +132,13 @@ def test_tiny_heads_are_answered_as_by_full_attention(d: int, kind: str) -> None
 def test_budget_of_any_size_reads_what_is_there(keys: int, queue: int) -> None:
     head = head_of(300, 16)
     plan = HeadPlan("clusters", queue, reach=2.0)
+    (plain,) = attend(
+        [request_of(head, group=1, plan=plan, budget=Budget(keys=keys, estimate=False))]
+    )
+    assert plain.keys_read == min(keys, 300) and np.isfinite(plain.out).all()
     (result,) = attend([request_of(head, group=1, plan=plan, budget=Budget(keys=keys))])
-    assert result.keys_read == min(keys, 300) and np.isfinite(result.out).all()
+    scored = max(2 * keys, -(-queue * keys // 100))  # exactly, and so read with the estimate
+    assert result.keys_read == min(scored, 300) and np.isfinite(result.out).all()
 
 
 @pytest.mark.parametrize("keys", [2**31, 2**62, 2**64])

@@ -23,7 +23,10 @@ def assert_as_its_twin(
     """Compare ids, exact logits and the number of keys scored, for one search."""
     wanted = max(1, candidates // 2)
     top, read, logits, centroid_logits, scored = _probe.find(
-        head, queries, scaling, wanted, candidates, reach, WORKSPACE
+        head, queries, scaling, wanted, candidates, reach, False, WORKSPACE
+    )
+    same, pool_read, pool_logits, _, _ = _probe.find(
+        head, queries, scaling, wanted, candidates, reach, True, WORKSPACE
     )
     best, twin_scored = probe(head, queries, scaling, candidates=candidates, reach=reach)
     pool = np.unique(np.concatenate(best))
@@ -39,6 +42,9 @@ def assert_as_its_twin(
             centroid_logits[g], factor * dot(to_float32(head.centroids), query)
         )
     np.testing.assert_array_equal(read, np.flatnonzero(expected))
+    np.testing.assert_array_equal(same, top)
+    np.testing.assert_array_equal(pool_read, pool)
+    np.testing.assert_array_equal(pool_logits[:, np.isin(pool, read)], logits)
     assert scored == twin_scored
 
 
@@ -107,7 +113,7 @@ def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
     best = exact_top(head.keys, queries, 100)
 
     def recall(candidates: int, reach: float) -> float:
-        top = _probe.find(head, queries, 0.125, 100, candidates, reach, [])[0]
+        top = _probe.find(head, queries, 0.125, 100, candidates, reach, False, [])[0]
         return float(np.mean([np.isin(a, b).mean() for a, b in zip(top, best, strict=True)]))
 
     assert recall(2000, 0) == 1

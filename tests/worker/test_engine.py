@@ -48,7 +48,8 @@ def test_receipt_counts_what_was_read(engine: Engine, context: OpenedContext) ->
     receipt, all_of_it = asked.finished.receipt, exact.finished.receipt
     assert receipt.tokens_reused == 900
     assert receipt.tokens_prefilled == asked.finished.usage.question_tokens
-    assert 20 <= receipt.keys_read <= 60  # a union of three query heads
+    # What was scored exactly for three query heads: at least two for each key that is wanted.
+    assert 40 <= receipt.keys_read < 200
     assert 0 < receipt.centroids_scored < receipt.keys_scored <= 260 / 900
     assert 0 < receipt.mass_estimated < 1
     assert receipt.budget == "keys=20+estimate" and receipt.plan == "clusters"

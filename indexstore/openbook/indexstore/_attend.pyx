@@ -8,7 +8,7 @@ cimport numpy as cnp
 from libc.math cimport log
 from libc.stdint cimport int64_t, uint32_t
 
-from openbook.indexstore._estimate cimport Weights, combine, left_of
+from openbook.indexstore._estimate cimport Weights, combine, place, take
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
@@ -39,28 +39,21 @@ def attend_read(object index, const uint32_t[::1] read, const float[:, ::1] logi
     cdef int64_t group = logits.shape[0], count = read.shape[0], c = head.clusters * estimate
     cdef float[:, ::1] out = np.zeros((group, head.dv), np.float32)
     cdef float[:, ::1] lse = np.empty((2, group), np.float32)
-    cdef float[::1] floats = np.empty(2 * c + head.dv + group * (1 + count + c) + 1, np.float32)
-    cdef double[::1] doubles = np.empty(c + 3 * group, np.float64)
-    cdef uint32_t[::1] heavy = np.empty(c + 1, np.uint32)
-    cdef float *left = &floats[0]
-    cdef float *row = left + 2 * c
     cdef Weights weights
-    weights.scores, weights.sums, weights.heavy = left + c, &doubles[0], &heavy[0]
-    weights.peaks = row + head.dv
-    weights.keys = weights.peaks + group
-    weights.clusters = weights.keys + group * count
-    weights.totals = &doubles[c]
-    weights.rests = weights.totals + group
-    weights.fetched = weights.rests + group
+    cdef char *at = NULL
+    cdef float *row = <float *>take(&at, 4 * head.dv)
+    place(group, count, c, &at, &weights)
+    cdef object block = np.empty(at - <char *>NULL, np.uint8)
+    at = cnp.PyArray_BYTES(block)
+    row = <float *>take(&at, 4 * head.dv)
+    place(group, count, c, &at, &weights)
     cdef const uint32_t *ids = &read[0] if count > 0 else NULL
     cdef const float *mine = &logits[0, 0] if count > 0 else NULL
     cdef const float *cluster_logits = &centroid_logits[0, 0] if c > 0 else NULL
     cdef const float *lifts = &lift[0] if lift is not None else NULL
     with nogil:
-        if estimate:
-            left_of(&head, ids, count, left)
-        combine(LEVEL, &head, group, ids, count, mine, cluster_logits, left if estimate else NULL,
-                lifts, lift_log_max, &weights, row, &out[0, 0], &lse[0, 0], &lse[1, 0])
+        combine(LEVEL, &head, group, ids, count, mine, cluster_logits, estimate, lifts,
+                lift_log_max, &weights, row, &out[0, 0], &lse[0, 0], &lse[1, 0])
     lses = np.asarray(lse)
     return np.asarray(out), lses[0], lses[1]
 

@@ -1,7 +1,7 @@
 """The candidates of a search, each a score and an id in one number that sorts as both should.
 
-All searches end alike: the union of what their query heads found, scored exactly, and each one's
-best of it.
+All searches end alike: the union of what their query heads found, scored exactly, and where only
+the best are wanted each one's best of it.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -78,17 +78,10 @@ cdef inline void keep_best(Found *found, int64_t g) noexcept nogil:
             found.bars[g] = min(found.bars[g], <int32_t>(row[j] >> 32))
 
 
-cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int64_t bytes_,
-                             uint32_t *ids) noexcept nogil:
-    # The distinct candidates of all query heads, in the order of their ids.
-    cdef int64_t g, i, byte, count = 0
+cdef inline int64_t marked(const uint8_t *visited, int64_t bytes_, uint32_t *ids) noexcept nogil:
+    # The ids whose bits are set, rising. Whole words are read: `visited` ends seven zeros later.
+    cdef int64_t byte, count = 0
     cdef uint64_t word
-    cdef uint32_t key
-    memset(visited, 0, bytes_ + 7)  # whole words are read; the array ends seven bytes later
-    for g in range(group):
-        for i in range(found.sizes[g]):
-            key = key_of(found.packed[g * found.room + i])
-            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
     for byte in range(0, bytes_, 8):
         memcpy(&word, visited + byte, 8)
         while word:
@@ -98,13 +91,25 @@ cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int6
     return count
 
 
-cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits, int64_t stride,
-                           uint32_t *pool, int64_t pool_size, uint32_t *top, uint8_t *visited,
-                           int64_t bytes_) noexcept nogil:
-    # Each query head's best k of the pool by exact logit; then the pool shrinks to their union.
-    # They are written to `top`, best first, unless that is NULL. A row of `found` has room for
-    # the pool.
-    cdef int64_t g, i, kept = 0
+cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int64_t bytes_,
+                             uint32_t *ids) noexcept nogil:
+    # The distinct candidates of all query heads, in the order of their ids.
+    cdef int64_t g, i
+    cdef uint32_t key
+    memset(visited, 0, bytes_ + 7)
+    for g in range(group):
+        for i in range(found.sizes[g]):
+            key = key_of(found.packed[g * found.room + i])
+            visited[key >> 3] |= <uint8_t>(1 << (key & 7))
+    return marked(visited, bytes_, ids)
+
+
+cdef inline void choose(Found *found, int64_t group, int64_t k, const float *logits,
+                        int64_t stride, const uint32_t *pool, int64_t pool_size, uint32_t *top,
+                        uint8_t *visited, int64_t bytes_) noexcept nogil:
+    # Mark each query head's best k of the pool by exact logit, and write them to `top`, best
+    # first, unless that is NULL. A row of `found` has room for the pool.
+    cdef int64_t g, i
     cdef int64_t *row
     cdef uint32_t key
     memset(visited, 0, bytes_)
@@ -120,6 +125,13 @@ cdef inline int64_t choose(Found *found, int64_t group, int64_t k, float *logits
         for i in range(k):
             key = key_of(row[i])
             visited[key >> 3] |= <uint8_t>(1 << (key & 7))
+
+
+cdef inline int64_t shrink(int64_t group, float *logits, int64_t stride, uint32_t *pool,
+                           int64_t pool_size, const uint8_t *visited) noexcept nogil:
+    # Drop what is not marked from the pool and its logits; returns what is left.
+    cdef int64_t g, i, kept = 0
+    cdef uint32_t key
     for i in range(pool_size):
         key = pool[i]
         if visited[key >> 3] & (1 << (key & 7)):

@@ -13,6 +13,7 @@ def find(
     wanted: int,
     candidates: int,
     reach: float,
+    all_scored: bool,
     workspace: list[NDArray[np.uint8]],
 ) -> tuple[
     NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int

@@ -10,7 +10,7 @@ def find(
     wanted: int,
     walk: bool,
     queue: int,
-    score_centroids: bool,
+    all_scored: bool,
     seeds_per_head: int,
     slack: float,
 ) -> tuple[

@@ -10,7 +10,7 @@ from libc.math cimport INFINITY, fabs
 from libc.stdint cimport int16_t, int8_t, int32_t, int64_t, uint8_t, uint32_t
 
 from openbook.indexstore._candidates cimport (
-    Found, choose, insert, keep_best, key_of, ordered, pack, union_of,
+    Found, choose, insert, keep_best, key_of, ordered, pack, shrink, union_of,
 )
 from openbook.indexstore._head cimport Head, borrow
 
@@ -248,18 +248,19 @@ def score_int8(const int16_t[:, ::1] queries, const int8_t[:, ::1] keys,
 
 
 def find(object index, const float[:, ::1] queries, float scaling, int64_t wanted, bint walk,
-         int64_t queue, bint score_centroids, int64_t seeds_per_head, float slack):
+         int64_t queue, bint all_scored, int64_t seeds_per_head, float slack):
     """Find the best `wanted` keys of every query head of one KV head.
 
-    Returns top ids (group, k), read ids (r,) their union in the order of ids, logits (group, r),
-    centroid logits (group, c or 0), keys scored.
+    Returns top ids (group, k), read ids (r,) in rising order, logits (group, r), centroid logits
+    (group, c or 0), keys scored. With `all_scored`, for a step that estimates, read are all keys
+    that were scored exactly, and there are centroid logits; else the union of the best.
     """
     cdef Head head = borrow(index)
     cdef int64_t group = queries.shape[0], k = min(wanted, head.m), bytes_ = (head.m + 7) // 8
     cdef int64_t capacity = min(head.m, max(k + k // SPARE, queue if walk else 0)) if k > 0 else 0
     cdef int64_t width = max(SCAN_BLOCK, head.degree, 1 + group * seeds_per_head)
     cdef int64_t stride = max(1, min(head.m, group * capacity))
-    cdef int64_t clusters = head.clusters if score_centroids or (walk and k > 0) else 0
+    cdef int64_t clusters = head.clusters if all_scored or (walk and k > 0) else 0
     cdef int64_t pool_size = 0, read_count = 0, seed_count
     cdef uint32_t[:, ::1] top = np.zeros((group, k + 1), np.uint32)
     cdef uint32_t[::1] pool = np.empty(stride, np.uint32)
@@ -301,8 +302,11 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
             ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0],
                       pool_size, scaling, &row[0], &logits[0, 0], stride)
             k = min(k, pool_size)
-            read_count = choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size,
-                                &top[0, 0], &visited[0], bytes_)
+            choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size, &top[0, 0],
+                   &visited[0], bytes_)
+            read_count = pool_size
+            if not all_scored:
+                read_count = shrink(group, &logits[0, 0], stride, &pool[0], pool_size, &visited[0])
     return (np.asarray(top).reshape(-1)[:group * k].reshape(group, k),
             np.asarray(pool)[:read_count],
             np.ascontiguousarray(np.asarray(logits)[:, :read_count]),

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from openbook.indexstore import _attend, _probe, _search
 from openbook.indexstore.head import (
+    DEFAULT_KEYS,
     AttendRequest,
     AttendResult,
     Budget,
@@ -48,7 +49,7 @@ class HeadResult:
     lse: NDArray[np.float32]
     estimated_lse: NDArray[np.float32]
     top: NDArray[np.uint32]  # (group, k) each query head's own best keys, best first
-    read: NDArray[np.uint32]  # (r,) their union, by id
+    read: NDArray[np.uint32]  # (r,) the keys attended to, by id
     logits: NDArray[np.float32]  # (group, r)
     keys_scored: int
     centroids_scored: int
@@ -204,14 +205,17 @@ def find(
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int]:
     """Find the best keys of one KV head for checked `queries` (group, d); attend to none.
 
-    Returns the ids of each query head's best (group, k), their union (r,), its logits (group, r),
-    centroid logits (group, c), or (group, 0) where nobody needs them, and the keys scored.
+    Returns the ids of each query head's best (group, k), the keys to read (r,), their logits
+    (group, r), centroid logits (group, c), or (group, 0) where nobody needs them, and how many keys
+    were scored. To read are the union of the best, and with an estimate all that were scored
+    exactly: their weights are known.
     """
     if plan.kind == "clusters":
         candidates = _candidates(plan, budget.keys)
         return _probe.find(
-            head, queries, scaling, budget.keys, candidates, plan.reach, _workspace()
-        )
+            head, queries, scaling, budget.keys, candidates, plan.reach, budget.estimate,
+            _workspace(),
+        )  # fmt: skip
     walks = plan.kind == "graph" and budget.keys < head.middle_tokens
     return _search.find(
         head, queries, scaling, budget.keys, walks, plan.queue, budget.estimate,
@@ -230,8 +234,11 @@ def _tuned(
 
 
 def _candidates(plan: HeadPlan, keys: int) -> int:
-    """Return how many keys a search by clusters scores exactly for each query head."""
-    return max(plan.queue, CANDIDATES_PER_KEY * keys)
+    """Return how many keys a search by clusters scores exactly for each query head.
+
+    The plan says it for the default budget.
+    """
+    return max(-(-plan.queue * keys // DEFAULT_KEYS), CANDIDATES_PER_KEY * keys)
 
 
 def _lift(plan: HeadPlan, scaling: float) -> Floats | None:

@@ -1,7 +1,7 @@
 """Codes of 4 bits for two channels of a key: what a search reads in place of the key itself.
 
 Owns the directions, the codewords and their training; the loops are in _build.pyx, a query's tables
-in _tables.pxd, the lookups in codes.h. Coded is what a key differs from its cluster's centroid in,
+and the lookups in codes.h. Coded is what a key differs from its cluster's centroid in,
 so that score = query · centroid + query · difference, and the second term is one lookup per code
 (product quantisation: Jégou et al., 2011). Differences are measured in the metric of the queries,
 for what queries cannot tell apart needs no code, and turned to their principal directions; the
@@ -30,7 +30,7 @@ class Codes:
     codes: NDArray[np.uint8]  # (⌈m / 16⌉, r, 32), see codes.h
     codebook: NDArray[np.float32]  # (p, 16, 2) codewords
     basis: NDArray[np.float32]  # (2 p, d) turns a query to the directions of the codes
-    spreads: NDArray[np.float32]  # (2 p,) how far the differences lie along them, see _tables.pxd
+    spreads: NDArray[np.float32]  # (2 p,) how far the differences lie along them (codes.h)
 
 
 def code_keys(

@@ -152,8 +152,9 @@ class HeadIndex:
 class Budget:
     """Which middle keys one step may read.
 
-    `exact` reads all of them. `keys` reads the best `keys` of each query head (a group reads the
-    union of what its query heads chose) and, with `estimate`, stands in for the rest by clusters.
+    `exact` reads all of them. `keys` reads the best `keys` of each query head, and a group reads
+    the union of what its query heads found. With `estimate` every key is read that the search
+    scored exactly, two or three for each that is wanted, and clusters stand in for the rest.
     """
 
     kind: BudgetKind = "keys"

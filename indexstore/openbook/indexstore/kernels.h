@@ -47,16 +47,24 @@ OB_CLONES static void ob_range(const float *numbers, int64_t count, float *low, 
     *high = most;
 }
 
+/* A sum of many vectors: lanes of floats for a while, so that few horizontal sums are taken. */
+enum { OB_LANES_FOR = 16 * 8 };
+
 /* Zero the weights of clusters that come to less than `least`; returns what those come to. */
 OB_CLONES static double ob_drop_light(float *weights, const float *counts, int64_t count,
                                       float least) {
     double dropped = 0;
     int64_t c = 0;
-    for (; c + 8 <= count; c += 8) {
-        ob_v8 weight = *(const ob_v8 *)(weights + c), mass = weight * *(const ob_v8 *)(counts + c);
-        ob_i8 light = mass < least;
-        *(ob_v8 *)(weights + c) = (ob_v8)((ob_i8)weight & ~light);
-        dropped += (double)ob_sum((ob_v8)((ob_i8)mass & light));
+    while (c + 8 <= count) {
+        ob_v8 lanes = {0};
+        for (int64_t end = c + OB_LANES_FOR; c + 8 <= count && c < end; c += 8) {
+            ob_v8 weight = *(const ob_v8 *)(weights + c);
+            ob_v8 mass = weight * *(const ob_v8 *)(counts + c);
+            ob_i8 light = mass < least;
+            *(ob_v8 *)(weights + c) = (ob_v8)((ob_i8)weight & ~light);
+            lanes += (ob_v8)((ob_i8)mass & light);
+        }
+        dropped += (double)ob_sum(lanes);
     }
     for (; c < count; c++)
         if (weights[c] * counts[c] < least) {
@@ -66,19 +74,20 @@ OB_CLONES static double ob_drop_light(float *weights, const float *counts, int64
     return dropped;
 }
 
-/* Move to the front the columns of weights (group, stride) that are not all zero; returns how
- * many, and which in `columns`. */
-static int64_t ob_gather(float *weights, int64_t group, int64_t stride, uint32_t *columns) {
+/* Move to the front the columns of weights (group, stride) that are not all zero, each times its
+ * share; returns how many, and which in `columns`. */
+OB_CLONES static int64_t ob_gather(float *weights, int64_t group, int64_t stride,
+                                   const float *shares, uint32_t *columns) {
     int64_t count = 0;
-    for (int64_t c = 0; c < stride; c++) {
-        uint32_t bits = 0, one;
+    for (int64_t c = 0; c < stride; c++) { /* no branch: nobody can foresee which are heavy */
+        float heaviest = 0;
         for (int64_t g = 0; g < group; g++) {
-            memcpy(&one, weights + g * stride + c, sizeof one);
-            bits |= one;
+            float weight = weights[g * stride + c];
+            heaviest += weight;
+            weights[g * stride + count] = weight * shares[c];
         }
         columns[count] = (uint32_t)c;
-        for (int64_t g = 0; g < group; g++) weights[g * stride + count] = weights[g * stride + c];
-        count += bits != 0;
+        count += heaviest != 0;
     }
     return count;
 }
@@ -88,10 +97,14 @@ OB_CLONES static double ob_weights(const float *logits, int64_t count, float pea
                                    float *weights) {
     double total = 0;
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        ob_v8 w = ob_exp(*(const ob_v8 *)(logits + i) - peak);
-        *(ob_v8 *)(weights + i) = w;
-        total += (double)ob_sum(w);
+    while (i + 8 <= count) {
+        ob_v8 lanes = {0};
+        for (int64_t end = i + OB_LANES_FOR; i + 8 <= count && i < end; i += 8) {
+            ob_v8 w = ob_exp(*(const ob_v8 *)(logits + i) - peak);
+            *(ob_v8 *)(weights + i) = w;
+            lanes += w;
+        }
+        total += (double)ob_sum(lanes);
     }
     for (; i < count; i++) {
         weights[i] = expf(logits[i] - peak);
@@ -113,8 +126,12 @@ OB_CLONES static void ob_lifted(const float *logits, const float *spreads, int64
 OB_CLONES static double ob_mass(const float *weights, const float *counts, int64_t count) {
     double total = 0;
     int64_t c = 0;
-    for (; c + 8 <= count; c += 8)
-        total += (double)ob_sum(*(const ob_v8 *)(weights + c) * *(const ob_v8 *)(counts + c));
+    while (c + 8 <= count) {
+        ob_v8 lanes = {0};
+        for (int64_t end = c + OB_LANES_FOR; c + 8 <= count && c < end; c += 8)
+            lanes += *(const ob_v8 *)(weights + c) * *(const ob_v8 *)(counts + c);
+        total += (double)ob_sum(lanes);
+    }
     for (; c < count; c++) total += (double)(weights[c] * counts[c]);
     return total;
 }

@@ -21,6 +21,7 @@ from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import LIFT_MAX, Budget, HeadIndex, HeadPlan
 from openbook.indexstore.layer import LayerRecords
 
+FITTED_KEYS = 16  # of the budget: one that reads few leaves most to the estimate
 HALVINGS = 14  # of [0, LIFT_MAX]: to 0.0001, far below what few probes can tell
 DIGITS = 4
 UNREAD_MIN = 1e-4  # less attention than this, over all probes, is rounding and teaches nothing
@@ -53,7 +54,7 @@ def fit_lift(
 ) -> tuple[float, ...]:
     """Return the lift of each query head, (group,), or none without probes.
 
-    `queries` (group, p, d) read the default budget by `plan`; `lse` (group, p) is that of their
+    `queries` (group, p, d) read FITTED_KEYS by `plan`; `lse` (group, p) is that of their
     exact attention. The lift lies in [0, LIFT_MAX].
     """
     group, probes, _ = queries.shape
@@ -64,7 +65,7 @@ def fit_lift(
     scores, counts = [], []
     for probe in range(probes):
         asked = np.ascontiguousarray(queries[:, probe])  # (group, d)
-        found = search(head, asked, Budget(), plan, scaling=scaling)
+        found = search(head, asked, Budget(keys=FITTED_KEYS), plan, scaling=scaling)
         own = lse[:, probe, None].astype(np.float64)  # (group, 1)
         unread += np.maximum(0, 1 - np.exp(found.logits - own).sum(axis=1))
         means, left = rest_means(head, asked * np.float32(scaling), found.read, found.logits)

@@ -17,11 +17,17 @@ from openbook.indexstore.attend import (
     SLACK_SPREADS,
 )
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.head import AttendRequest, AttendResult, HeadIndex, HeadPlan
+from openbook.indexstore.head import (
+    DEFAULT_KEYS,
+    AttendRequest,
+    AttendResult,
+    HeadIndex,
+    HeadPlan,
+)
 from openbook.indexstore.reference_probe import dot, probe
 
 Floats = NDArray[np.float32]
-LIGHTEST = 0.01  # of the whole: what the clusters that are not fetched come to, at most
+LIGHTEST = 0.04  # of the whole: what the clusters that are not fetched come to, at most
 SPARE = 4  # one more candidate is re-scored per 4 wanted
 
 
@@ -65,7 +71,7 @@ def attend(request: AttendRequest) -> AttendResult:
                 z = request.scaling * (keys[read] @ request.queries[h, row])
                 rest = None
                 if request.budget.kind == "keys" and request.budget.estimate:
-                    rest = estimate(head, values, read, request.scaling * request.queries[h, row])
+                    rest = estimate(head, read, request.scaling * request.queries[h, row])
                     if request.plan[number].lift:
                         lift = request.plan[number].lift[h - mine.start]
                         rest = lifted(head, rest, read, z, lift * request.scaling**2)
@@ -82,15 +88,17 @@ def attend(request: AttendRequest) -> AttendResult:
 
 
 def estimate(
-    head: HeadIndex, values: Floats, read: NDArray[np.intp], query: Floats
+    head: HeadIndex, read: NDArray[np.intp], query: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return (logits, counts, value sums) of the clusters, the keys read taken out of them."""
+    """Return (logits, counts, value sums) of the clusters' keys that were not read.
+
+    The values of those are taken to be what the values of the whole cluster are in the mean.
+    """
     counts = head.counts.astype(np.float32)
-    sums = head.value_sums.astype(np.float32)
     for key in read:
         counts[head.cluster_of[key]] -= 1
-        sums[head.cluster_of[key]] -= values[key]
     left = counts > 0
+    sums = to_float32(head.value_sums) * (counts / head.counts.astype(np.float32))[:, None]
     return to_float32(head.centroids)[left] @ query, counts[left], sums[left]
 
 
@@ -131,7 +139,7 @@ def combine(
 
 
 def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
-    """Return (each query head's own best keys, their union by id, keys scored) of one KV head."""
+    """Return (each query head's own best keys, the keys read by id, keys scored) of one KV head."""
     head, plan, wanted = request.heads[number], request.plan[number], request.budget.keys
     group = request.queries.shape[0] // len(request.heads)
     queries = request.queries[number * group : (number + 1) * group, 0]
@@ -139,33 +147,29 @@ def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray
     k = min(wanted, len(keys))
     if k == 0:
         return np.zeros((group, 0), np.intp), np.zeros(0, np.intp), 0
+    capacity = min(len(keys), _candidates(plan, wanted, k))
     if plan.kind == "clusters":
-        candidates, touched = probe(
-            head,
-            queries,
-            request.scaling,
-            candidates=max(k, plan.queue, CANDIDATES_PER_KEY * wanted),
-            reach=plan.reach,
+        found, touched = probe(
+            head, queries, request.scaling, candidates=capacity, reach=plan.reach
         )
-        return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
-    walks = plan.kind == "graph" and wanted < len(keys)
-    capacity = min(len(keys), max(k + k // SPARE, plan.queue if walks else 0))
-    scores = int8_scores(head, queries)  # (group, m)
-    if walks:
-        candidates, touched = walk(head, queries, scores, request.scaling, (k, capacity, plan))
+    elif plan.kind == "graph" and wanted < len(keys):
+        scores = int8_scores(head, queries)  # (group, m)
+        found, touched = walk(head, queries, scores, request.scaling, (k, capacity, plan))
     else:
-        candidates = [best_first(np.arange(len(keys)), row, capacity) for row in scores]
+        scores = int8_scores(head, queries)
+        found = [best_first(np.arange(len(keys)), row, capacity) for row in scores]
         touched = len(keys)
-    return *_best_of(np.unique(np.concatenate(candidates)), keys, queries, k), touched
-
-
-def _best_of(
-    pool: NDArray[np.intp], keys: Floats, queries: Floats, k: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return each query's best k of the pool by exact score (group, k), and their union."""
+    pool = np.unique(np.concatenate(found))
     exact = np.stack([dot(keys[pool], query) for query in queries])  # (group, pool)
     top = np.array([pool[best_first(np.arange(len(pool)), row, k)] for row in exact])
-    return top, np.unique(top)
+    return top, pool if request.budget.estimate else np.unique(top), touched
+
+
+def _candidates(plan: HeadPlan, wanted: int, k: int) -> int:
+    """Return how many keys are scored exactly for each query head."""
+    if plan.kind == "clusters":
+        return max(-(-plan.queue * wanted // DEFAULT_KEYS), CANDIDATES_PER_KEY * wanted)
+    return max(k + k // SPARE, plan.queue if plan.kind == "graph" else 0)
 
 
 def best_first(ids: NDArray[np.intp], scores: NDArray[np.generic], count: int) -> NDArray[np.intp]:
