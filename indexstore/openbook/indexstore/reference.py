@@ -98,7 +98,8 @@ def estimate(
     for key in read:
         counts[head.cluster_of[key]] -= 1
     left = counts > 0
-    sums = to_float32(head.value_sums) * (counts / head.counts.astype(np.float32))[:, None]
+    shares = np.asarray(counts / head.counts, np.float32)
+    sums = to_float32(head.value_sums) * shares[:, None]
     return to_float32(head.centroids)[left] @ query, counts[left], sums[left]
 
 
