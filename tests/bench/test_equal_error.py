@@ -5,6 +5,7 @@ from __future__ import annotations
 import equal_error
 import numpy as np
 import pytest
+from contenders import Ours
 from equal_error import ANCHORS, compare, enter, frontier, time_at
 from index import measure
 from pairs import Pair
@@ -49,3 +50,12 @@ def test_every_setting_answers(pairs: list[Pair], monkeypatch: pytest.MonkeyPatc
     assert errors["clusters 100"] < errors["plain 100"]
     assert errors["flat 400"] < errors["flat 100"]
     assert errors["retroinfer 128"] < errors["retroinfer 4"]
+
+
+@pytest.mark.parametrize("kind", ["clusters", "exact"])
+def test_step_of_a_layer_is_that_of_its_heads(pairs: list[Pair], kind: str) -> None:
+    ours = [Ours(pair, kind) for pair in pairs]
+    queries = np.stack([pair.tests[0] for pair in pairs])  # (H, G, d)
+    whole = Ours.layer_step(ours, queries)
+    rows = [one.step(mine, estimate=True).out for one, mine in zip(ours, queries, strict=True)]
+    np.testing.assert_array_equal(whole.out[:, 0], np.concatenate(rows))
