@@ -132,6 +132,7 @@ class Ours:
         self._plan, self.build_s = plans.get(kind, (HeadPlan("scan", 0), 0.0))
         self._budget = EXACT if kind == "exact" else Budget(keys=KEYS)
         self.keys_read: list[int] = []  # by each step, distinct ones
+        self.by_layer = True  # all heads of a layer in one call
         queue, reach = self._plan.queue, self._plan.reach
         words = {"graph": f"queue {queue}", "clusters": f"candidates {queue} reach {reach}"}
         self.setting = words.get(kind, "")

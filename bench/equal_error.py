@@ -9,9 +9,9 @@ asked for more or fewer keys by the plan of its ingest, no test query having a s
 swept over its widths and, where it drops the keys it does not read, over how many it reads.
 `at_error[e][kind]` is what a kind's step takes over ours at an error of e, each between the two
 settings that lie around it on its own frontier, by the logarithms of both; the exact scan has no
-error and stands as it is. `keys_read` are those of a KV head.
-Null: no setting gets there.
-Medians over alternating rounds of the ratio in each. The last line is one JSON object.
+error and stands as it is. Null: no setting gets there. `clusters/head` is ours with a call for each
+head, as rivals have. `keys_read` are those of a KV head, null of rivals. Medians over alternating
+rounds of the ratio in each. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ Curve = list[tuple[float, float]]  # (error, microseconds)
 class OursOf(Ours):
     """Our default kind with another number of keys, with or without the estimate."""
 
-    def __init__(self, pair: Pair, keys: int, *, estimates: bool) -> None:
+    def __init__(self, pair: Pair, keys: int, *, estimates: bool, by_layer: bool = True) -> None:
         super().__init__(pair, "clusters")
+        self.by_layer = by_layer
         self._budget, self.estimates = Budget(keys=keys), estimates
         self.searches = False  # what its recall is of fewer keys is nobody's question here
 
@@ -90,6 +91,9 @@ def enter(pairs: list[Pair]) -> dict[str, list[Contender]]:
     entered: dict[str, list[Contender]] = {"exact": [Ours(pair, "exact") for pair in pairs]}
     for keys in OUR_KEYS:
         entered[f"clusters {keys}"] = [OursOf(pair, keys, estimates=True) for pair in pairs]
+        entered[f"clusters/head {keys}"] = [
+            OursOf(pair, keys, estimates=True, by_layer=False) for pair in pairs
+        ]
     for keys in PLAIN_KEYS:
         entered[f"plain {keys}"] = [OursOf(pair, keys, estimates=False) for pair in pairs]
     retro = [build(RetroInfer, {}, pair)[0] for pair in pairs]
@@ -127,6 +131,7 @@ def measure_layers(entered: Entered, pairs: list[Pair]) -> NDArray[np.float64]:
     """Return microseconds per query head of each kind's step of a layer, (kinds, ROUNDS)."""
     spent = np.zeros((len(entered), ROUNDS))
     tests = np.stack([pair.tests for pair in pairs], axis=1)  # (t, H, G, d)
+    _, heads, group, _ = tests.shape
     cache = np.zeros(CACHE_BYTES // 8)
     for turn in range(ROUNDS):
         asked = tests[turn::ROUNDS]
@@ -138,13 +143,13 @@ def measure_layers(entered: Entered, pairs: list[Pair]) -> NDArray[np.float64]:
                 begin = time.perf_counter()
                 step_layer(contenders, queries)
                 spent[number, turn] += time.perf_counter() - begin
-            spent[number, turn] *= 1e6 / (len(asked) * queries.shape[0] * queries.shape[1])
+            spent[number, turn] *= 1e6 / (len(asked) * heads * group)
     return spent
 
 
 def step_layer(contenders: Sequence[Contender], queries: Floats) -> None:
     """Do one step of all KV heads: queries (H, G, d)."""
-    ours = [one for one in contenders if isinstance(one, Ours)]
+    ours = [one for one in contenders if isinstance(one, Ours) and one.by_layer]
     if ours:
         Ours.layer_step(ours, queries)
         return
@@ -210,6 +215,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=64, help="test queries per query head")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
+    if arguments.queries < ROUNDS:
+        parser.error(f"--queries is at least {ROUNDS}")
     torch.set_num_threads(1)
     chosen = [int(number) for number in arguments.heads.split(",")] if arguments.heads else None
     pairs = read_pairs(arguments.vectors, chosen=chosen, queries=arguments.queries)
@@ -220,11 +227,13 @@ def main() -> None:
     steps: dict[str, dict[str, float | None]] = {}
     for number, contenders in enumerate(entered.values()):
         rows = [measure(pair, one) for pair, one in zip(pairs, contenders, strict=True)]
-        shown = [row["error"] if row["error"] is not None else row["error_plain"] for row in rows]
-        errors[number] = np.mean(shown)
+        errors[number] = np.mean(
+            [row["error_plain"] if row["error"] is None else row["error"] for row in rows]
+        )
         us, read = float(np.median(spent[number])), keys_read(contenders)
         steps[names[number]] = {"error": float(errors[number]), "us": us, "keys_read": read}
-        print(f"{names[number]:>32} {errors[number]:8.4f} {us:8.1f} us {read or 0:7.1f} keys read")
+        shown = "-" if read is None else f"{read:.1f}"
+        print(f"{names[number]:>32} {errors[number]:8.4f} {us:8.1f} us {shown:>7} keys read")
     result = {"heads": len(pairs), "steps": steps, "at_error": compare(names, errors, spent)}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -89,8 +89,8 @@ def test_clusters_retrieved_whole_and_the_others_estimated(pairs: list[Pair]) ->
     rest[:, left == 0] = 0
     out = weights @ pair.head.values[read].astype(np.float32) + rest @ head.value_sums
     out /= (weights.sum(axis=1) + rest @ left)[:, None]
-    # Clusters that come to a hundredth of the whole at most are left out by the kernel.
-    np.testing.assert_allclose(found.out, out, atol=0.01 * np.abs(out).max())
+    # Clusters that come to a twenty-fifth of the whole at most are left out by the kernel.
+    np.testing.assert_allclose(found.out, out, atol=0.04 * np.abs(out).max())
 
 
 def test_the_bench_measures_our_kinds_and_rivals_in_one_json(vectors: Path, tmp_path: Path) -> None:

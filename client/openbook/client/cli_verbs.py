@@ -139,7 +139,8 @@ def ask(
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; repeatable.")] = None,
     budget: Annotated[
-        str | None, typer.Option(help="exact, or the keys read per query head.", show_default="100")
+        str | None,
+        typer.Option(help="exact, or the best keys wanted per query head.", show_default="100"),
     ] = None,
     estimate: Annotated[
         bool | None, typer.Option(help="Stand in for the keys not read.", show_default="estimate")

@@ -116,11 +116,12 @@ class Client:
         `answer_prefix` opens the answer and is part of the question. `max_tokens` bounds the
         answer (service's default 256). `temperature` 0 or None is greedy; `top_p` and `seed` apply
         to sampling. `stop` strings end the answer and are not part of it. `budget` says which
-        stored keys a generated token reads: "exact" for all, a number (or Keys) for the best of
-        each query head, None for the service's 100; `estimate` False leaves out the estimate of
-        the others. `plan` forces the search, for measurements, of a context that was stored for
-        it. `timeout` is in seconds, for the whole answer; the service has a limit of its own (120
-        by default), and the sooner of the two ends the answer with DeadlineExceeded.
+        stored keys a generated token reads: "exact" for all, a number (or Keys) for at least so
+        many of the best of each query head, None for the service's 100; `estimate` False leaves out
+        the estimate of the others, and reads no more than the best. `plan` forces the search, for
+        measurements, of a context that was stored for it. `timeout` is in seconds, for the whole
+        answer; the service has a limit of its own (120 by default), and the sooner of the two ends
+        the answer with DeadlineExceeded.
 
         The question and its prefix are at most 1 MiB of UTF-8. Raises ValueError or TypeError at
         once for a setting that cannot be sent; what the service refuses is raised by the answer.

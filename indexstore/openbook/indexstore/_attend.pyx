@@ -8,7 +8,7 @@ cimport numpy as cnp
 from libc.math cimport log
 from libc.stdint cimport int64_t, uint32_t
 
-from openbook.indexstore._estimate cimport Weights, combine, place, take
+from openbook.indexstore._estimate cimport Weights, combine, place
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
@@ -41,19 +41,17 @@ def attend_read(object index, const uint32_t[::1] read, const float[:, ::1] logi
     cdef float[:, ::1] lse = np.empty((2, group), np.float32)
     cdef Weights weights
     cdef char *at = NULL
-    cdef float *row = <float *>take(&at, 4 * head.dv)
-    place(group, count, c, &at, &weights)
-    cdef object block = np.empty(at - <char *>NULL, np.uint8)
+    place(&head, group, count, c, &at, &weights)
+    cdef object block = np.empty(<size_t>at, np.uint8)
     at = cnp.PyArray_BYTES(block)
-    row = <float *>take(&at, 4 * head.dv)
-    place(group, count, c, &at, &weights)
+    place(&head, group, count, c, &at, &weights)
     cdef const uint32_t *ids = &read[0] if count > 0 else NULL
     cdef const float *mine = &logits[0, 0] if count > 0 else NULL
     cdef const float *cluster_logits = &centroid_logits[0, 0] if c > 0 else NULL
     cdef const float *lifts = &lift[0] if lift is not None else NULL
     with nogil:
         combine(LEVEL, &head, group, ids, count, mine, cluster_logits, estimate, lifts,
-                lift_log_max, &weights, row, &out[0, 0], &lse[0, 0], &lse[1, 0])
+                lift_log_max, &weights, &out[0, 0], &lse[0, 0], &lse[1, 0])
     lses = np.asarray(lse)
     return np.asarray(out), lses[0], lses[1]
 

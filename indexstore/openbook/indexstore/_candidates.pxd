@@ -104,20 +104,18 @@ cdef inline int64_t union_of(Found *found, int64_t group, uint8_t *visited, int6
     return marked(visited, bytes_, ids)
 
 
-cdef inline void choose(Found *found, int64_t group, int64_t k, const float *logits,
-                        int64_t stride, const uint32_t *pool, int64_t pool_size, uint32_t *top,
-                        uint8_t *visited, int64_t bytes_) noexcept nogil:
+cdef inline void choose(int64_t group, int64_t k, const float *logits, int64_t stride,
+                        const uint32_t *pool, int64_t pool_size, int64_t *row, int64_t *spare,
+                        uint32_t *top, uint8_t *visited, int64_t bytes_) noexcept nogil:
     # Mark each query head's best k of the pool by exact logit, and write them to `top`, best
-    # first, unless that is NULL. A row of `found` has room for the pool.
+    # first, unless that is NULL. `row` and `spare` have room for the pool.
     cdef int64_t g, i
-    cdef int64_t *row
     cdef uint32_t key
     memset(visited, 0, bytes_)
     for g in range(group):
-        row = found.packed + g * found.room
         for i in range(pool_size):
             row[i] = pack(ordered(logits[g * stride + i]), pool[i])
-        ob_keep_scores(row, pool_size, k, found.spare)
+        ob_keep_scores(row, pool_size, k, spare)
         if top != NULL:
             ob_sort(row, k)
             for i in range(k):

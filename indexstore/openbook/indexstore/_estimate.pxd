@@ -47,6 +47,7 @@ cdef struct Weights:
     double *sums  # (c,)
     float *scores  # (c,)
     uint32_t *heavy  # (c,)
+    float *row  # (widest row,) a stored row, widened
 
 
 cdef inline char *take(char **at, int64_t bytes_) noexcept nogil:
@@ -56,7 +57,7 @@ cdef inline char *take(char **at, int64_t bytes_) noexcept nogil:
     return mine
 
 
-cdef inline void place(int64_t group, int64_t read_max, int64_t clusters, char **at,
+cdef inline void place(Head *head, int64_t group, int64_t read_max, int64_t clusters, char **at,
                        Weights *weights) noexcept nogil:
     # Place the arrays at the front of a block of memory, which shrinks by them.
     weights.keys = <float *>take(at, 4 * group * read_max)
@@ -72,6 +73,7 @@ cdef inline void place(int64_t group, int64_t read_max, int64_t clusters, char *
     weights.sums = <double *>take(at, 8 * clusters)
     weights.scores = <float *>take(at, 4 * clusters)
     weights.heavy = <uint32_t *>take(at, 4 * (clusters + 1))
+    weights.row = <float *>take(at, 4 * max(head.d, head.dv))
 
 
 cdef inline void _group_read(Head *head, const uint32_t *read, int64_t read_count,
@@ -162,14 +164,14 @@ cdef inline void _weigh(int64_t g, int64_t read_count, const float *logits, int6
     weights.totals[g] += weights.rests[g]
     # What is too light to show in the sum is not fetched: most of it lies far below this bound.
     least = <float>(weights.totals[g] / LIGHTEST_PARTS / clusters)
-    weights.fetched[g] = weights.totals[g] - ob_drop_light(theirs, weights.left, clusters,
-                                                               least)
+    weights.fetched[g] = weights.totals[g]
+    weights.fetched[g] -= ob_drop_light(theirs, weights.left, clusters, least)
 
 
 cdef inline void combine(int level, Head *head, int64_t group, const uint32_t *read,
                          int64_t read_count, const float *logits, const float *centroid_logits,
                          bint estimate, const float *lift, float lift_log_max,
-                         Weights *weights, float *row, float *out, float *lse,
+                         Weights *weights, float *out, float *lse,
                          float *estimated_lse) noexcept nogil:
     # One partial under one common maximum: the keys read, then the clusters of the rest.
     cdef int64_t g, j, count, clusters = head.clusters if estimate else 0
@@ -182,10 +184,10 @@ cdef inline void combine(int level, Head *head, int64_t group, const uint32_t *r
                     lift + g if lift != NULL else NULL, lift_log_max, weights)
         _weigh(g, read_count, logits + g * read_count, clusters, weights)
     ob_add_rows(level, weights.keys, group, head.values, head.dtype, head.dv, read, read_count,
-                read_count, row, out)
+                read_count, weights.row, out)
     count = ob_gather(weights.clusters, group, clusters, weights.shares, weights.heavy)
     ob_add_rows(level, weights.clusters, group, head.value_sums, head.sum_dtype, head.dv,
-                weights.heavy, count, clusters, row, out)
+                weights.heavy, count, clusters, weights.row, out)
     for g in range(group):
         lse[g] = estimated_lse[g] = -INFINITY
         if weights.peaks[g] == -INFINITY:

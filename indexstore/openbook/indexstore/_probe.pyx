@@ -10,7 +10,7 @@ cimport numpy as cnp
 from libc.stdint cimport int16_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
 
-from openbook.indexstore._candidates cimport Found, choose, marked, shrink
+from openbook.indexstore._candidates cimport choose, marked, shrink
 from openbook.indexstore._estimate cimport Weights, combine, place, take
 from openbook.indexstore._head cimport Head, borrow
 
@@ -47,7 +47,7 @@ cdef extern from "codes.h" nogil:
 cdef int LEVEL = ob_best_level()
 
 cdef enum:
-    BINS = 1001  # of 16 units each, from 0 down to OB_BASE_MIN = -16000
+    BINS = 16000 // 16 + 1  # of 16 units each, from 0 down to OB_BASE_MIN
     NO_KEY = -32768  # the sum of a place where no key stands: it reaches no bar
     AHEAD = 6  # blocks whose fetching begins before they are needed
     ENOUGH = 2  # the first sweep looks at this many keys for each candidate that is wanted
@@ -201,12 +201,13 @@ cdef void _search(Head *head, uint16_t stamp, int64_t wanted, Probe *probe, uint
 cdef struct Search:
     # All that one search needs, laid out in one block of memory.
     Probe probe
-    Found found  # of the exact scores
     Weights weights
-    int64_t group, k, candidates, stride, mask_bytes, scored
+    int64_t group, k, stride, mask_bytes, scored
+    int64_t capacity  # keys scored exactly for each query head, at most m
+    int64_t *packed  # (stride,)
+    int64_t *spare  # (stride,)
     float *raw  # (4 * quads * 16,)
     float *turned  # (group, 2 * pairs) the queries in the directions of the codes
-    float *row  # (max(d, dv),)
     float *centroid_logits  # (group, c)
     float *logits  # (group, stride)
     uint32_t *pool  # (stride,) the candidates of all, then the keys read
@@ -222,10 +223,10 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     cdef int64_t stride = max(1, min(head.m, group * capacity)), levels = (c + 15) // 16 * 16
     cdef int64_t blocks = (head.m + OB_KEYS - 1) // OB_KEYS
     cdef char *at = block
-    search.group, search.k, search.stride, search.candidates = group, k, stride, capacity
-    search.mask_bytes, search.scored, search.found.room = 2 * blocks, 0, stride
-    search.found.packed = <int64_t *>take(&at, group * stride * 8)
-    search.found.spare = <int64_t *>take(&at, 8 * stride)
+    search.group, search.k, search.stride, search.capacity = group, k, stride, capacity
+    search.mask_bytes, search.scored = 2 * blocks, 0
+    search.packed = <int64_t *>take(&at, 8 * stride)
+    search.spare = <int64_t *>take(&at, 8 * stride)
     search.probe.tables = <uint8_t *>take(&at, 16 * codes)
     search.probe.bases = <int16_t *>take(&at, 2 * levels)
     search.probe.bounds = <int16_t *>take(&at, 2 * levels)
@@ -238,13 +239,12 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     search.probe.bins = <uint32_t *>take(&at, 4 * BINS)
     search.turned = <float *>take(&at, 8 * group * codes)
     search.raw = <float *>take(&at, 64 * codes)
-    search.row = <float *>take(&at, 4 * max(head.d, head.dv))
     search.centroid_logits = <float *>take(&at, 4 * group * c)
     search.logits = <float *>take(&at, 4 * group * stride)
     search.pool = <uint32_t *>take(&at, 4 * stride)
     search.top = <uint32_t *>take(&at, 4 * group * (k + 1))
     search.visited = <uint8_t *>take(&at, search.mask_bytes + 8)
-    place(group, stride, c, &at, &search.weights)
+    place(head, group, stride, c, &at, &search.weights)
     return at - block
 
 
@@ -257,7 +257,7 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
     cdef int64_t directions = (head.d + 1) // 2 * 2
     cdef int64_t row_bytes = head.dv * ob_stored_bytes(head.dtype)
     ob_logits(LEVEL, queries, group, head.centroids, head.centroid_dtype, head.d, NULL,
-              head.clusters, scaling, search.row, search.centroid_logits, head.clusters)
+              head.clusters, scaling, search.weights.row, search.centroid_logits, head.clusters)
     if search.k == 0:
         return 0
     memset(search.probe.stamps, 0, search.mask_bytes)
@@ -266,11 +266,11 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
     for c in range(head.clusters):
         search.probe.places[c + 1] = search.probe.places[c] + head.counts[c]
     ob_logits(LEVEL, queries, group, head.code_basis, OB_FLOAT32, head.d, NULL, directions, scaling,
-              search.row, search.turned, directions)
+              search.weights.row, search.turned, directions)
     for g in range(group):
         _prepare(search.turned + g * directions, head, search.centroid_logits + g * head.clusters,
                  reach, search.raw, &search.probe)
-        _search(head, <uint16_t>(1 + g), search.candidates, &search.probe,
+        _search(head, <uint16_t>(1 + g), search.capacity, &search.probe,
                 <uint16_t *>search.visited, &search.scored)
     # Each query head has found k keys at least, as the clusters above the first bar hold as many:
     # but not where the page of their counts was lost and zeros stand there (guard.h).
@@ -281,10 +281,11 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
         ob_prefetch(<const char *>head.values + search.pool[i] * row_bytes)
         ob_prefetch(<const char *>head.values + search.pool[i] * row_bytes + 64)
     ob_logits(LEVEL, queries, group, head.keys, head.dtype, head.d, search.pool, pool_size,
-              scaling, search.row, search.logits, search.stride)
+              scaling, search.weights.row, search.logits, search.stride)
     if ranked or not all_scored:
-        choose(&search.found, group, search.k, search.logits, search.stride, search.pool,
-               pool_size, search.top if ranked else NULL, search.visited, search.mask_bytes)
+        choose(group, search.k, search.logits, search.stride, search.pool, pool_size,
+               search.packed, search.spare, search.top if ranked else NULL, search.visited,
+               search.mask_bytes)
     count = pool_size
     if not all_scored:
         count = shrink(group, search.logits, search.stride, search.pool, pool_size,
@@ -374,7 +375,7 @@ def attend(list parts, list workspace, float lift_log_max):
                 memset(outs, 0, group * head.dv * sizeof(float))
                 combine(LEVEL, &head, group, search.pool, count, search.logits,
                         search.centroid_logits, estimate, lifts, lift_log_max, &search.weights,
-                        search.row, outs, lse, estimated)
+                        outs, lse, estimated)
             counts[number, 0], counts[number, 1] = count, search.scored
             counts[number, 2] = head.clusters
             if evidence:

@@ -302,8 +302,8 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
             ob_logits(LEVEL, &queries[0, 0], group, head.keys, head.dtype, head.d, &pool[0],
                       pool_size, scaling, &row[0], &logits[0, 0], stride)
             k = min(k, pool_size)
-            choose(&found, group, k, &logits[0, 0], stride, &pool[0], pool_size, &top[0, 0],
-                   &visited[0], bytes_)
+            choose(group, k, &logits[0, 0], stride, &pool[0], pool_size, found.packed, found.spare,
+                   &top[0, 0], &visited[0], bytes_)
             read_count = pool_size
             if not all_scored:
                 read_count = shrink(group, &logits[0, 0], stride, &pool[0], pool_size, &visited[0])

@@ -22,7 +22,7 @@ enum { OB_KEYS = 16, OB_ROW = 32 }; /* keys per block, bytes per row */
 
 /* sums[t] = starts[t] + what key t looks up in `tables` (4 * quads, 16) */
 static void ob_sums_portable(const uint8_t *tables, const uint8_t *block, int64_t quads,
-                               const int16_t *starts, int16_t *sums) {
+                             const int16_t *starts, int16_t *sums) {
     for (int64_t t = 0; t < OB_KEYS; t++) sums[t] = starts[t];
     for (int64_t r = 0; r < quads; r++, tables += 64, block += OB_ROW)
         for (int64_t t = 0; t < OB_KEYS; t++)
@@ -142,9 +142,9 @@ OB_CLONES static float ob_tabulate(const float *turned, const float *codebook, i
     inverse = widest > 0 ? 1.0f / widest : 0.0f;
     memset(tables, 0, (size_t)(64 * quads));
     for (int64_t j = 0; j < 16 * pairs; j++) { /* in range even where codewords are not numbers */
-        int32_t entry = (int32_t)(raw[j] * inverse + 0.5f);
-        entry = entry < (int32_t)most ? entry : (int32_t)most;
-        tables[j] = (uint8_t)(entry > 0 ? entry : 0);
+        float entry = raw[j] * inverse + 0.5f;
+        entry = entry < (float)most ? entry : (float)most;
+        tables[j] = (uint8_t)(int32_t)(entry > 0.0f ? entry : 0.0f);
     }
     *zero = at_centroid * inverse;
     return inverse;

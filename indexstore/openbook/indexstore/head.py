@@ -154,7 +154,8 @@ class Budget:
 
     `exact` reads all of them. `keys` reads the best `keys` of each query head, and a group reads
     the union of what its query heads found. With `estimate` every key is read that the search
-    scored exactly, two or three for each that is wanted, and clusters stand in for the rest.
+    scored exactly (by clusters two to ten for each that is wanted, as the plan says), and clusters
+    stand in for the rest.
     """
 
     kind: BudgetKind = "keys"
@@ -182,7 +183,7 @@ class HeadPlan:
     """
 
     kind: PlanKind
-    queue: int  # per query head: candidates scored exactly, or nodes a walk may keep open
+    queue: int  # per query head: candidates for DEFAULT_KEYS wanted, or nodes a walk may keep open
     lift: tuple[float, ...] = ()
     reach: float = 0.0  # of `clusters`: spreads above its centroid where a key is still looked for
 
