@@ -41,7 +41,7 @@ OUR_KEYS = (16, 32, 64, 100, 150, 200, 300)
 PLAIN_KEYS = (100, 400)  # ours without the estimate
 READ_KEYS = (100, 200, 400, 800, 1600)  # of a rival that drops the rest
 IVF_WIDTHS = (8, 16, 32, 64)
-RETRO_WIDTHS = (4, 8, 12, 16, 24, 36, 48, 64, 96, 128)
+RETRO_WIDTHS = (4, 8, 12, 16, 24, 36, 48, 64, 96, 128, 192, 256, 384)
 ANCHORS = (
     "clusters 32",
     "clusters 64",

@@ -18,6 +18,8 @@ from paper import Paper
 from retroinfer import RetroInfer, RetroStep
 from roargraph import RoarGraph
 
+from openbook.indexstore.reference import combine
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -84,13 +86,15 @@ def test_clusters_retrieved_whole_and_the_others_estimated(pairs: list[Pair]) ->
     logits = queries @ pair.wide[read].T * pair.scaling
     means = queries @ head.centroids.T * pair.scaling
     left = head.counts * ~np.isin(np.arange(len(head.counts)), clusters)
-    peak = max(logits.max(), means.max())
-    weights, rest = np.exp(logits - peak), np.exp(means - peak)
-    rest[:, left == 0] = 0
-    out = weights @ pair.head.values[read].astype(np.float32) + rest @ head.value_sums
-    out /= (weights.sum(axis=1) + rest @ left)[:, None]
-    # Clusters that come to a twenty-fifth of the whole at most are left out by the kernel.
-    np.testing.assert_allclose(found.out, out, atol=0.04 * np.abs(out).max())
+    values, kept = pair.head.values[read].astype(np.float32), left > 0
+    counts, sums = left[kept].astype(np.float32), head.value_sums[kept].astype(np.float32)
+    out = np.stack(
+        [
+            combine(mine, values, (theirs[kept], counts, sums), len(left))[0]
+            for mine, theirs in zip(logits, means, strict=True)
+        ]
+    )
+    np.testing.assert_allclose(found.out, out, atol=1e-3 * np.abs(out).max())
 
 
 def test_the_bench_measures_our_kinds_and_rivals_in_one_json(vectors: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ cdef extern from "kernels.h" nogil:
     double ob_mass(const float *weights, const float *counts, int64_t count)
 
 cdef enum:
-    LIGHTEST_PARTS = 25  # all clusters that are not fetched come to 1 part of so many, at most
+    LIGHTEST_PARTS = 10  # all clusters that are not fetched come to 1 part of so many, at most
 
 
 cdef struct Weights:

@@ -27,7 +27,7 @@ from openbook.indexstore.head import (
 from openbook.indexstore.reference_probe import dot, probe
 
 Floats = NDArray[np.float32]
-LIGHTEST = 0.04  # of the whole: what the clusters that are not fetched come to, at most
+LIGHTEST = 0.1  # of the whole: what the clusters that are not fetched come to, at most
 SPARE = 4  # one more candidate is re-scored per 4 wanted
 
 
