@@ -144,7 +144,7 @@ def test_an_answer_that_nobody_reads_is_given_up_and_costs_little(server, monkey
     options = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.insecure_channel(server.address, options=options) for _ in range(8)]
     request = pb.AskRequest(context=context.name, question=word, max_tokens=2048)
-    answers = [rpcs.ContextServiceStub(channel).Ask(request) for channel in channels]
+    answers = [rpcs.ContextServiceStub(each).Ask(request, timeout=60) for each in channels]
     until(lambda: server.log.events[-1][2].get("status") == "READER_STALLED")
     until(lambda: server.app.decode.asks_running == 0)
     grown = process.memory_info().rss - before
