@@ -159,6 +159,16 @@ def test_an_answer_that_nobody_reads_is_given_up_and_costs_little(server, monkey
     assert_sound(server, context.name)
 
 
+def test_an_answer_that_is_given_up_at_its_first_word_ends(server, monkeypatch):
+    """Its caller is told so; a write that is given up has sent what a call begins with, or not."""
+    context = active(server)
+    monkeypatch.setattr(service, "STALL_S", 0.0)
+    status, reason, _ = refusal(lambda: ask(server, context.name, max_tokens=8))
+    assert (status, reason) == (Code.RESOURCE_EXHAUSTED, "READER_STALLED")
+    monkeypatch.undo()
+    assert_sound(server, context.name)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_case_b60_two_minutes_of_silence_end_no_call_of_a_client_that_pings(make_server):

@@ -209,7 +209,13 @@ class ContextService(rpcs.ContextServiceServicer):
         )
         try:
             async with aclosing(answer) as pieces:
+                has_begun = False
                 async for piece in pieces:
+                    if not has_begun:
+                        # By itself: a first write that is given up has sent it or not, and an error
+                        # that sends it again never ends the call.
+                        await rpc.send_initial_metadata(())
+                        has_begun = True
                     await _write(rpc, piece)
         except DAMAGES as error:
             self._upkeep.damaged(entry, error)
