@@ -209,14 +209,10 @@ class ContextService(rpcs.ContextServiceServicer):
         )
         try:
             async with aclosing(answer) as pieces:
-                has_begun = False
-                async for piece in pieces:
-                    if not has_begun:
-                        # By itself: a first write that is given up has sent it or not, and an error
-                        # that sends it again never ends the call.
-                        await rpc.send_initial_metadata(())
-                        has_begun = True
-                    await _write(rpc, piece)
+                stall_s = None  # the first always finds room; no error reaches a caller after one
+                async for piece in pieces:  # that was given up while the call's headers went out
+                    await _write(rpc, piece, stall_s)
+                    stall_s = STALL_S
         except DAMAGES as error:
             self._upkeep.damaged(entry, error)
             raise
@@ -304,11 +300,11 @@ async def _receive(requests: AsyncIterator[pb.IngestContextRequest], receiving: 
         await asyncio.to_thread(receiving.write, request.chunk)
 
 
-async def _write(rpc: Rpc, piece: str | Finished) -> None:
+async def _write(rpc: Rpc, piece: str | Finished, stall_s: float | None) -> None:
     """Send one part of an answer. Raises ReaderStalled when the caller does not read."""
     message = pb.AskResponse(delta=piece) if isinstance(piece, str) else final_message(piece)
     try:
-        async with asyncio.timeout(STALL_S) as stall:
+        async with asyncio.timeout(stall_s) as stall:
             await rpc.write(message)
     except TimeoutError as error:
         if stall.expired():
