@@ -12,6 +12,7 @@ The figures of a real process are in tests/system/test_bad_clients.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -88,8 +89,8 @@ def test_every_method_s_work_ends_at_the_server_s_deadline(server, method, monke
     assert_sound(server, context.name)
 
 
-@pytest.mark.parametrize("late_max", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_hundred_asks_that_are_cancelled_stop_within_200_ms_each(server, late_max):
+def test_a_hundred_asks_that_are_cancelled_stop_within_200_ms_each(server):
+    gc.freeze()  # a collection of all that the tests have imported takes 400 ms
     context, stopped_ms = active(server), []
     for number in range(100):
         answer = ask(server, context.name, max_tokens=2048)
@@ -98,9 +99,7 @@ def test_a_hundred_asks_that_are_cancelled_stop_within_200_ms_each(server, late_
         answer.cancel()
         until(lambda n=number: server.engine.asks[n].is_cancelled)
         stopped_ms.append((time.monotonic() - cancelled_at) * 1e3)
-    # A shared machine stops now and then; on an idle one all hundred are within 200 ms.
-    late = [ms for ms in stopped_ms if ms > 200]
-    assert len(late) <= late_max and max(stopped_ms) <= 1000, summary(stopped_ms)
+    assert max(stopped_ms) <= 200, summary(stopped_ms)
     assert_sound(server, context.name)
 
 
