@@ -169,15 +169,13 @@ def test_pieces_that_wait_never_outgrow_a_message():
     asyncio.run(run())
 
 
-def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(service, "STALL_S", 0.05)
-
+def test_a_reader_that_takes_nothing_is_given_up():
     class Stalled:
         async def write(self, _message):
             await asyncio.sleep(60)
 
     with pytest.raises(ReaderStalled):
-        asyncio.run(service._write(Stalled(), "text"))
+        asyncio.run(service._write(Stalled(), "text", stall_s=0.05))
 
 
 def test_an_ask_is_counted_from_its_arrival_and_not_from_when_its_context_is_open(server):
