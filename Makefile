@@ -17,7 +17,7 @@ PROTO_SOURCES := $(wildcard proto/openbook/v1/*.proto)
 BENCH_TEXT ?= examples/esther.txt
 BENCH_TOKENS ?= 6400
 BENCH_PREDICT ?= 512
-STUBBED := $(addprefix openbook.indexstore.,_attend _build _guard _head _probe _search)
+STUBBED := $(addprefix openbook.indexstore.,_attend _build _guard _head _layer _probe _search)
 
 .PHONY: build venv proto lint test test-slow bench demo clean
 .DELETE_ON_ERROR:

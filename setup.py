@@ -27,11 +27,11 @@ def kernel(name: str) -> Extension:
         depends=[*glob(f"{KERNELS}/*.h"), *glob(f"{KERNELS}/*.pxd")],
         include_dirs=["indexstore", KERNELS, numpy.get_include()],  # Cython looks there as well
         extra_compile_args=COMPILE_ARGS
-        + (ROUNDED if name in ("_search", "_probe", "_build") else []),
+        + (ROUNDED if name in ("_search", "_probe", "_layer", "_build") else []),
     )
     extension.cython_directives = DIRECTIVES  # read by Cython's build_ext
     return extension
 
 
-NAMES = ("_attend", "_build", "_guard", "_head", "_probe", "_search")
+NAMES = ("_attend", "_build", "_guard", "_head", "_layer", "_probe", "_search")
 setup(ext_modules=[kernel(name) for name in NAMES])

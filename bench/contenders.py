@@ -1,12 +1,12 @@
 """What takes part in the index benchmark: ways to answer one KV head's queries.
 
 Owns what a contender must offer, our own kinds, and the step of an index that only finds ids. All
-calls of openbook's search are in `ask`.
+calls of openbook's search are in `seek`, those of its attention in `Ours`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -31,6 +31,7 @@ from openbook.indexstore.head import (
     Budget,
     HeadIndex,
     HeadPlan,
+    LayerIndex,
 )
 
 OURS = ("clusters", "graph", "scan", "exact")
@@ -89,24 +90,19 @@ class Contender(Protocol):
         """Return the bytes held besides the 16-bit keys and values of the KV cache itself."""
 
 
-def ask(
+def seek(
     head: HeadIndex,
     queries: Floats,
     plan: HeadPlan,
     *,
     budget: Budget,
-    attends: bool,
     slack: float = SLACK_SPREADS,
-) -> AttendResult | Found:
-    """Answer one step of queries (G, d) as a plan says; unless it `attends`, find ids and no more.
+) -> Found:
+    """Find the ids of queries (G, d) as a plan says, without attention.
 
-    `slack` is of a walk that does not attend: how far below the best a cluster is still looked at.
+    `slack` is of a walk: how far below the best a cluster is still looked at.
     """
     scaling = queries.shape[1] ** -0.5
-    if attends:
-        rows = queries[:, None]
-        (result,) = attend([AttendRequest((head,), rows, scaling, budget, (plan,))])
-        return result
     if plan.kind == "clusters":
         ids, _, _, means, scored = find(head, queries, budget, plan, scaling=scaling)
     else:
@@ -130,6 +126,7 @@ class Ours:
         self.estimates = self.searches = kind != "exact"
         plans = {str(name): (plan, pair.build_s[name]) for name, plan in pair.plans.items()}
         self._plan, self.build_s = plans.get(kind, (HeadPlan("scan", 0), 0.0))
+        self._layer = LayerIndex((self._head,), (self._plan,))
         self._budget = EXACT if kind == "exact" else Budget(keys=KEYS)
         self.keys_read: list[int] = []  # by each step, distinct ones
         self.by_layer = True  # all heads of a layer in one call
@@ -143,33 +140,33 @@ class Ours:
     def search(self, queries: Floats) -> Ids:
         """Find ids (G, KEYS) without attention, and but for `clusters` without centroids."""
         budget = Budget(keys=KEYS, estimate=False)
-        found = ask(self._head, queries, self._plan, budget=budget, attends=False)
-        assert isinstance(found, Found), "it was not asked to attend"
-        return found.ids
+        return seek(self._head, queries, self._plan, budget=budget).ids
 
     def step(self, queries: Floats, *, estimate: bool) -> Answer:
         """Search and attend in openbook's one call."""
         budget = replace(self._budget, estimate=estimate and self.estimates)
-        found = ask(self._head, queries, self._plan, budget=budget, attends=True)
-        assert isinstance(found, AttendResult), "it was asked to attend"
+        found = _attended(self._layer, queries, budget)
         if estimate == self.estimates:
             self.keys_read.append(found.keys_read)
         return Answer(found.out[:, 0], found.keys_scored, found.centroids_scored)
 
     @staticmethod
-    def layer_step(layer: Sequence[Ours], queries: Floats) -> AttendResult:
-        """Answer for the KV heads of a layer in one call, as decoding does; queries (H, G, d)."""
-        count, group, d = queries.shape
-        heads, plan = tuple(one._head for one in layer), tuple(one._plan for one in layer)
-        budget = replace(layer[0]._budget, estimate=layer[0].estimates)
-        rows = queries.reshape(count * group, 1, d)
-        (result,) = attend([AttendRequest(heads, rows, d**-0.5, budget, plan)])
-        return result
+    def as_layer(heads: Sequence[Ours]) -> Callable[[Floats], AttendResult]:
+        """Return what answers queries (H, G, d) of these heads in one call, as decoding does."""
+        layer = LayerIndex(tuple(one._head for one in heads), tuple(one._plan for one in heads))
+        budget = replace(heads[0]._budget, estimate=heads[0].estimates)
+        return lambda queries: _attended(layer, queries.reshape(-1, queries.shape[-1]), budget)
 
     def size_bytes(self) -> int:
         """Count the arrays that the kind reads, those of the estimate with them."""
         names = set(SEARCH_ARRAYS[self._kind])
         return array_bytes(self._head, names | set(ESTIMATE_ARRAYS if self.estimates else ()))
+
+
+def _attended(layer: LayerIndex, queries: Floats, budget: Budget) -> AttendResult:
+    """Answer one step of queries (query heads, d)."""
+    (result,) = attend([AttendRequest(layer, queries[:, None], queries.shape[1] ** -0.5, budget)])
+    return result
 
 
 class Index(Protocol):

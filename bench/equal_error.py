@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,23 +138,27 @@ def measure_layers(entered: Entered, pairs: list[Pair]) -> NDArray[np.float64]:
         for number, contenders in enumerate(entered.values()):
             for contender in contenders:
                 contender.prepare()
+            step = stepper(contenders)
             for queries in asked:
                 cache.sum()
                 begin = time.perf_counter()
-                step_layer(contenders, queries)
+                step(queries)
                 spent[number, turn] += time.perf_counter() - begin
             spent[number, turn] *= 1e6 / (len(asked) * heads * group)
     return spent
 
 
-def step_layer(contenders: Sequence[Contender], queries: Floats) -> None:
-    """Do one step of all KV heads: queries (H, G, d)."""
+def stepper(contenders: Sequence[Contender]) -> Callable[[Floats], object]:
+    """Return what does one step of all KV heads: queries (H, G, d)."""
     ours = [one for one in contenders if isinstance(one, Ours) and one.by_layer]
     if ours:
-        Ours.layer_step(ours, queries)
-        return
-    for contender, mine in zip(contenders, queries, strict=True):
-        contender.step(mine, estimate=contender.estimates)
+        return Ours.as_layer(ours)
+
+    def step(queries: Floats) -> None:
+        for contender, mine in zip(contenders, queries, strict=True):
+            contender.step(mine, estimate=contender.estimates)
+
+    return step
 
 
 def keys_read(contenders: Sequence[Contender]) -> float | None:

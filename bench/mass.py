@@ -36,7 +36,14 @@ from numpy.typing import NDArray
 
 from openbook.client.demo_model import demo_model
 from openbook.indexstore.attend import attend
-from openbook.indexstore.head import EXACT, AttendRequest, AttendResult, Budget, PlanKind
+from openbook.indexstore.head import (
+    EXACT,
+    AttendRequest,
+    AttendResult,
+    Budget,
+    LayerIndex,
+    PlanKind,
+)
 from openbook.worker.decode import Runner, Sequence, Step
 from openbook.worker.ingest import IngestSettings
 from openbook.worker.models import Model, load_model
@@ -140,7 +147,10 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return one sequence per mode and one that reads every key."""
     before, after = (Sequence(model, context, budget=budget, plan=plan) for _ in MODES)
-    before.plan = tuple(tuple(replace(head, lift=()) for head in layer) for layer in before.plan)
+    before.layers = tuple(
+        LayerIndex(one.heads, tuple(replace(head, lift=()) for head in one.plan))
+        for one in before.layers
+    )
     return [before, after, Sequence(model, context, budget=EXACT)]
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from contenders import SEARCH_ARRAYS, Found, Ids, array_bytes, ask
+from contenders import SEARCH_ARRAYS, Found, Ids, array_bytes, seek
 from native import load
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
@@ -163,9 +163,7 @@ def graph_of(keys: Floats, queries: Floats, moment: Floats) -> HeadIndex:
 def walk(head: HeadIndex, queries: Floats, queue: int) -> Found:
     """Walk the graph of a head for queries (g, d)."""
     plan, budget = HeadPlan("graph", queue), Budget(keys=KEYS, estimate=False)
-    found = ask(head, np.ascontiguousarray(queries), plan, budget=budget, attends=False)
-    assert isinstance(found, Found), "it was not asked to attend"
-    return found
+    return seek(head, np.ascontiguousarray(queries), plan, budget=budget)
 
 
 class OursOwn(OurGraph):
@@ -209,8 +207,7 @@ class OurClusters:
         """Return ids (G, KEYS), those of the keys as they were given."""
         plan = HeadPlan("clusters", self.candidates, reach=self._reach)
         budget = Budget(keys=KEYS, estimate=False)
-        found = ask(self._head, queries, plan, budget=budget, attends=False)
-        assert isinstance(found, Found), "it was not asked to attend"
+        found = seek(self._head, queries, plan, budget=budget)
         self._counted = float(found.scored), float(found.centroids)
         return self._head.places(found.ids)
 

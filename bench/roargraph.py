@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from contenders import Found, Ids, ask
+from contenders import Ids, seek
 from native import OUT, load, sources_of
 from numpy.typing import NDArray
 from pairs import KEYS, Floats, Training
@@ -179,8 +179,7 @@ class RoarGraphInt8(RoarGraph):
     def search(self, queries: Floats) -> Ids:
         """Return ids (G, KEYS)."""
         plan, budget = HeadPlan("graph", self._width), Budget(keys=KEYS, estimate=False)
-        found = ask(self._head, queries, plan, budget=budget, attends=False, slack=NO_BOUND)
-        assert isinstance(found, Found), "it was not asked to attend"
+        found = seek(self._head, queries, plan, budget=budget, slack=NO_BOUND)
         self._scored = float(found.scored)  # distinct keys of the group, like ours
         return found.ids.astype(np.int64)
 

@@ -21,18 +21,19 @@ from numpy.typing import NDArray
 from pairs import Pair, read_pairs
 
 from openbook.indexstore.attend import attend
-from openbook.indexstore.head import AttendRequest, Budget
+from openbook.indexstore.head import AttendRequest, Budget, LayerIndex
 
 ROUNDS = 7
 
 
 def requests_of(pairs: list[Pair]) -> list[AttendRequest]:
     """Return a request for every test query, of all heads together."""
-    heads = tuple(pair.head for pair in pairs)
-    plan = tuple(pair.plans["clusters"] for pair in pairs)
+    layer = LayerIndex(
+        tuple(pair.head for pair in pairs), tuple(pair.plans["clusters"] for pair in pairs)
+    )
     tests = zip(*(pair.tests for pair in pairs), strict=True)  # a tuple of (G, d), one a head
     return [
-        AttendRequest(heads, np.concatenate(asked)[:, None], pairs[0].scaling, Budget(), plan)
+        AttendRequest(layer, np.concatenate(asked)[:, None], pairs[0].scaling, Budget())
         for asked in tests
     ]
 
@@ -63,7 +64,7 @@ def main() -> None:
     requests = requests_of(read_pairs(arguments.vectors, chosen=None, queries=arguments.queries))
     one, several = measure(requests, arguments.threads)
     result = {
-        "heads": len(requests[0].heads),
+        "heads": len(requests[0].layer.heads),
         "threads": arguments.threads,
         "us_one": float(np.median(one)),
         "us_several": float(np.median(several)),

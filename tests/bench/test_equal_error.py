@@ -56,6 +56,6 @@ def test_every_setting_answers(pairs: list[Pair], monkeypatch: pytest.MonkeyPatc
 def test_step_of_a_layer_is_that_of_its_heads(pairs: list[Pair], kind: str) -> None:
     ours = [Ours(pair, kind) for pair in pairs]
     queries = np.stack([pair.tests[0] for pair in pairs])  # (H, G, d)
-    whole = Ours.layer_step(ours, queries)
+    whole = Ours.as_layer(ours)(queries)
     rows = [one.step(mine, estimate=True).out for one, mine in zip(ours, queries, strict=True)]
     np.testing.assert_array_equal(whole.out[:, 0], np.concatenate(rows))

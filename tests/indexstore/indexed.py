@@ -16,7 +16,7 @@ from heads import prefill_queries, structured
 from openbook.indexstore.attend import attend
 from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.dtypes import to_float32, to_stored
-from openbook.indexstore.head import EXACT, AttendRequest, HeadPlan
+from openbook.indexstore.head import EXACT, AttendRequest, HeadPlan, LayerIndex
 from openbook.indexstore.layer import LayerRecords
 from openbook.indexstore.manifest import ManifestFields
 
@@ -57,8 +57,8 @@ class IndexedMaker(Maker):
             asked = prefill_queries(rng, to_float32(stored), group * PROBES)
             probes.append(asked.reshape(group, PROBES, d))
         probe_queries = np.concatenate(probes)
-        plan = (HeadPlan("clusters", 0),) * fields.kv_heads
-        (answer,) = attend([AttendRequest(tuple(heads), probe_queries, SCALING, EXACT, plan)])
+        layer = LayerIndex(tuple(heads), (HeadPlan("clusters", 0),) * fields.kv_heads)
+        (answer,) = attend([AttendRequest(layer, probe_queries, SCALING, EXACT)])
         places = rng.integers(0, fields.token_count, (fields.kv_heads, self.train), dtype=np.int32)
         return replace(
             super().layer(seed, fields),

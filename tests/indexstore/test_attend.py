@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,6 +23,7 @@ from openbook.indexstore.head import (
     Budget,
     HeadIndex,
     HeadPlan,
+    LayerIndex,
     PlanKind,
 )
 from openbook.indexstore.plan import QUEUE_NODES
@@ -30,8 +34,8 @@ ARRAYS = [array.name for array in fields(HeadIndex) if array.init]
 
 
 def request_of(heads: tuple[HeadIndex, ...], queries: Any, **changes: Any) -> AttendRequest:
-    made: dict[str, Any] = {"budget": Budget(), "plan": (CLUSTERS,) * len(heads)}
-    return AttendRequest(heads, queries, 0.125, **{**made, **changes})
+    layer = LayerIndex(heads, changes.pop("plan", (CLUSTERS,) * len(heads)))
+    return AttendRequest(layer, queries, 0.125, **{"budget": Budget(), **changes})
 
 
 def two_heads(m: int, d: int, **options: Any) -> tuple[tuple[HeadIndex, ...], Any]:
@@ -43,10 +47,10 @@ def two_heads(m: int, d: int, **options: Any) -> tuple[tuple[HeadIndex, ...], An
 
 
 def full_attention(request: AttendRequest) -> tuple[Any, Any]:
-    group = request.queries.shape[0] // len(request.heads)
+    group = request.queries.shape[0] // len(request.layer.heads)
     out, lse = [], []
     for h, rows in enumerate(request.queries):
-        head = request.heads[h // group]
+        head = request.layer.heads[h // group]
         for row in rows:
             logits = request.scaling * (to_float32(head.keys).astype(np.float64) @ row)
             weights = np.exp(logits - logits.max())
@@ -255,6 +259,37 @@ def test_a_batch_equals_its_requests_alone_for_any_threads() -> None:
             assert mine.keys_scored == theirs.keys_scored
 
 
+def test_requests_by_clusters_are_answered_alike_however_many_threads_share_them() -> None:
+    requests = [request_of(*two_heads(m, 16)) for m in (150, 1, 900, 33, 400)]
+    alone = attend(requests)
+    for threads in (2, 3, 8, 300):
+        for _ in range(20):
+            for mine, right in zip(attend(requests, threads=threads), alone, strict=True):
+                assert np.array_equal(mine.out, right.out)
+                assert np.array_equal(mine.lse, right.lse)
+                assert np.array_equal(mine.estimated_lse, right.estimated_lse)
+                assert mine.keys_read == right.keys_read
+                assert mine.keys_scored == right.keys_scored
+
+
+def test_a_fork_of_a_process_that_attended_in_threads_may_attend_in_threads() -> None:
+    requests = [request_of(*two_heads(300, 16)) for _ in range(4)]
+    (right, *_) = attend(requests, threads=3)
+    child = os.fork()
+    if child == 0:
+        (mine, *_) = attend(requests, threads=3)
+        os._exit(7 if np.array_equal(mine.out, right.out) else 1)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
 @pytest.mark.parametrize("number", [np.nan, -np.inf, np.inf])
 @pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 def test_query_that_is_no_number_gives_no_number_that_looks_like_one(
@@ -271,7 +306,7 @@ def test_query_that_is_no_number_gives_no_number_that_looks_like_one(
 
 def test_no_heads_are_the_empty_set() -> None:
     queries = np.ones((6, 2, 16), np.float32)
-    (result,) = attend([AttendRequest((), queries, 0.125, EXACT, ())])
+    (result,) = attend([AttendRequest(LayerIndex((), ()), queries, 0.125, EXACT)])
     assert np.isneginf(result.lse).all() and result.out.shape == (6, 2, 0)
 
 
@@ -290,9 +325,9 @@ def test_no_heads_are_the_empty_set() -> None:
 def test_bad_requests_are_refused(changes: dict[str, Any], message: str) -> None:
     heads, queries = two_heads(60, 16)
     fields = {"queries": queries, "scaling": 0.125, "plan": (SCAN, SCAN), **changes}
-    request = AttendRequest(heads=heads, budget=Budget(), **fields)
     with pytest.raises(ValueError, match=message):
-        attend([request])
+        layer = LayerIndex(heads, fields.pop("plan"))
+        attend([AttendRequest(layer, budget=Budget(), **fields)])
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("all", 10), ("keys", -1)])

@@ -17,7 +17,7 @@ from test_golden import golden
 from openbook.indexstore.attend import attend
 from openbook.indexstore.build import IndexParams
 from openbook.indexstore.errors import OperationCancelled, ShardCorrupt, ShardTruncated
-from openbook.indexstore.head import AttendRequest, Budget, HeadPlan
+from openbook.indexstore.head import AttendRequest, Budget, HeadPlan, LayerIndex
 from openbook.indexstore.layout import DTYPES, HEADER_BYTES
 from openbook.indexstore.reindex import reindex
 from openbook.indexstore.store import begin, open_context, replace
@@ -141,15 +141,15 @@ def test_counts_lost_under_their_reader_end_no_process(tmp_path: Path) -> None:
     path = unsealed(IndexedMaker(tmp_path).context(4640))
     queries = np.random.default_rng(0).standard_normal((4, 1, 16), np.float32)
     with open_context(path, model_fingerprint=MODEL) as context:
-        heads, plan = context.layer(0).heads, context.manifest.plan[0]
+        layer = LayerIndex(context.layer(0).heads, context.manifest.plan[0])
         os.truncate(path / "layer-000.mdb", 4096)
         for keys in (100, 1000, 4000):
-            request = AttendRequest(heads, queries, 0.25, Budget(keys=keys), plan)
+            request = AttendRequest(layer, queries, 0.25, Budget(keys=keys))
             (result,) = attend([request])
             assert result.keys_read == 2 * 16  # a block of each head's: all clusters seem empty
         with pytest.raises(ShardTruncated):
             context.check()
-        del heads, request
+        del layer, request
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -185,7 +185,7 @@ def test_search_by_clusters_of_a_head_without_codes_is_refused(tmp_path: Path) -
         queries = np.ones((context.manifest.query_heads, 1, d), np.float32)
         plan = (HeadPlan("clusters", 200, reach=2.0),) * len(heads)
         with pytest.raises(ValueError, match="a head was not built for its plan"):
-            attend([AttendRequest(heads, queries, 0.25, Budget(), plan)])
+            attend([AttendRequest(LayerIndex(heads, plan), queries, 0.25, Budget())])
         del heads
 
 

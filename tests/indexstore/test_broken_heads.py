@@ -23,7 +23,14 @@ from threadpoolctl import threadpool_info
 from openbook.indexstore._head import Borrowed
 from openbook.indexstore.attend import attend, search
 from openbook.indexstore.build import IndexParams, build_head, build_heads
-from openbook.indexstore.head import KEYS_MAX, AttendRequest, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.head import (
+    KEYS_MAX,
+    AttendRequest,
+    Budget,
+    HeadIndex,
+    HeadPlan,
+    LayerIndex,
+)
 from openbook.indexstore.layer import check_head
 
 CLUSTERS = HeadPlan("clusters", 300, reach=2.0)
@@ -45,8 +52,8 @@ def request_of(
     rng = np.random.default_rng(1)
     d = heads[0].keys.shape[1]
     queries = rng.standard_normal((group * len(heads), 1, d), np.float32)
-    fields = {"queries": queries, "scaling": 0.5, "budget": Budget(), "plan": (plan,) * len(heads)}
-    return AttendRequest(heads=heads, **{**fields, **changes})
+    fields = {"queries": queries, "scaling": 0.5, "budget": Budget()}
+    return AttendRequest(LayerIndex(heads, (plan,) * len(heads)), **{**fields, **changes})
 
 
 def spoiled(rng: np.random.Generator, array: Any, numbers: Any, share: float) -> Any:

@@ -24,7 +24,7 @@ from pathlib import Path
 from openbook.indexstore import _guard
 from openbook.indexstore.attend import attend
 from openbook.indexstore.errors import ShardTruncated
-from openbook.indexstore.head import EXACT, AttendRequest, Budget
+from openbook.indexstore.head import EXACT, AttendRequest, Budget, LayerIndex
 from openbook.indexstore.layer import layer_arrays
 from openbook.indexstore.store import open_context
 
@@ -40,9 +40,10 @@ with open_context(path, model_fingerprint=None) as context:
     context.check()  # nothing was read yet
     queries = np.ones((4, 1, 16), np.float32)
     for layer in (0, 1):
-        records, plan = context.layer(layer), context.manifest.plan[layer]
+        records = context.layer(layer)
+        index = LayerIndex(records.heads, context.manifest.plan[layer])
         for budget in (EXACT, Budget(), Budget(keys=20), Budget(estimate=False)):
-            attend([AttendRequest(records.heads, queries, 0.25, budget, plan)], threads=2)
+            attend([AttendRequest(index, queries, 0.25, budget)], threads=2)
         for _, _, array in layer_arrays(records):
             array.tobytes()
         try:

@@ -15,7 +15,15 @@ from indexed import PARAMS, SCALING, IndexedMaker
 
 from openbook.indexstore.attend import attend
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.head import EXACT, LIFT_MAX, AttendRequest, Budget, HeadIndex, HeadPlan
+from openbook.indexstore.head import (
+    EXACT,
+    LIFT_MAX,
+    AttendRequest,
+    Budget,
+    HeadIndex,
+    HeadPlan,
+    LayerIndex,
+)
 from openbook.indexstore.lift import LIFT_UNTAUGHT, fit_lift, lift_plan, rest_means
 from openbook.indexstore.reindex import reindex
 from openbook.indexstore.store import begin, read_manifest
@@ -29,8 +37,9 @@ CLUSTERS = HeadPlan("clusters", 200, reach=2.0)
 
 def answered(head: HeadIndex, queries: Any, budget: Budget, plan: HeadPlan) -> Any:
     """Answer queries (group, p, d) one by one: AttendResults."""
+    layer = LayerIndex((head,), (plan,))
     return [
-        attend([AttendRequest((head,), one, SCALING, budget, (plan,), evidence=True)])[0]
+        attend([AttendRequest(layer, one, SCALING, budget, evidence=True)])[0]
         for one in (np.ascontiguousarray(queries[:, i : i + 1]) for i in range(queries.shape[1]))
     ]
 

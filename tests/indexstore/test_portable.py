@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("_attend", "_build", "_probe", "_search")
+NAMES = ("_attend", "_build", "_layer", "_probe", "_search")
 PLUGIN = """
 import importlib.machinery, importlib.util, sys
 import openbook.indexstore

@@ -136,7 +136,7 @@ def test_case_b01_ids_equal_full_attention_at_every_length(
     model = tiny_model("llama", *heads)
     context = opened(model, read_context(model, digits(token_count)))
     assert context.token_count == token_count
-    assert all(bool(layer) == (token_count > 640) for layer in context.heads)
+    assert all(bool(layer.heads) == (token_count > 640) for layer in context.layers)
     prompt = [*_context_ids(model, digits(token_count)), *QUESTION.tolist()]
     oracle = ask_oracle(tiny_directory("llama", *heads), prompt, ANSWER_IDS)
     assert_same(our_logits(model, context, QUESTION, oracle.ids), oracle)
@@ -228,7 +228,7 @@ def test_case_b03_every_position_is_read_once_behind_a_long_question(
     def covered(sequence: Sequence) -> None:
         parts = [np.asarray(part) for part in sequence.partition()]
         assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(sequence.position))
-        assert sequence.heads[0][0].middle_tokens == len(parts[1])
+        assert sequence.layers[0].heads[0].middle_tokens == len(parts[1])
         assert sequence.window.keys[1].shape[1] == len(parts[0])
 
     assert_same(our_logits(model, context, question, oracle.ids, spy=covered), oracle)
@@ -247,7 +247,7 @@ def test_case_b19_a_document_that_repeats_itself(
     model = tiny_model("llama", 9, 3)
     context = opened(model, read_context(model, document, plan="graph"))
     assert context.token_count > 1000
-    for head in (head for layer in context.heads for head in layer):
+    for head in (head for layer in context.layers for head in layer.heads):
         assert reachable_keys(head.graph, int(head.entries[0])) == head.middle_tokens
     prompt = [*_context_ids(model, document), *QUESTION.tolist()]
     oracle = ask_oracle(tiny_directory("llama", 9, 3), prompt, 12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openbook.indexstore.attend import attend
-from openbook.indexstore.head import EXACT, AttendRequest, Budget
+from openbook.indexstore.head import EXACT, AttendRequest, Budget, LayerIndex
 from openbook.worker.attention import NAME
 from openbook.worker.decode import Runner, Sequence
 from openbook.worker.models import Model
@@ -134,7 +134,7 @@ def found_share(context: OpenedContext, at: int) -> float:
             scaling, heads = context.manifest.scaling[number], layer.heads
             every, found_by_plan = attend(
                 [
-                    AttendRequest(heads, queries, scaling, budget, plan, evidence=True)
+                    AttendRequest(LayerIndex(heads, plan), queries, scaling, budget, evidence=True)
                     for budget in (EXACT, Budget())
                 ]
             )

@@ -12,7 +12,7 @@ import torch
 
 from openbook.indexstore.attend import attend
 from openbook.indexstore.dtypes import to_float32
-from openbook.indexstore.head import EXACT, AttendRequest
+from openbook.indexstore.head import EXACT, AttendRequest, LayerIndex
 from openbook.indexstore.store import begin, open_context
 from openbook.worker import reference
 from openbook.worker.capture import DECODE_SPREAD, rotated_queries, sample_positions
@@ -130,11 +130,10 @@ def test_stored_probes_are_the_exact_attention_over_the_middle(
             out, lse = reference.attend(layer.probe_queries, keys, values, scaling=scaling)
             np.testing.assert_allclose(layer.probe_out, out, atol=1e-4)
             np.testing.assert_allclose(layer.probe_lse, lse, atol=1e-4)
-            request = AttendRequest(
-                layer.heads, np.array(layer.probe_queries), scaling, EXACT, manifest.plan[number]
-            )
+            index = LayerIndex(layer.heads, manifest.plan[number])
+            request = AttendRequest(index, np.array(layer.probe_queries), scaling, EXACT)
             assert np.array_equal(attend([request])[0].out, layer.probe_out)
-            del layer, request
+            del layer, index, request
 
 
 def test_stored_training_queries_are_the_group_s_turned_to_decoding(

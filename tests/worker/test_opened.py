@@ -112,7 +112,7 @@ def test_a_closed_claim_gives_nothing(
     other = claim.hold()
     claim.close()
     assert not claim.is_open and other.is_open and other.token_count == 50
-    for use in (lambda: claim.window, lambda: claim.heads, claim.hold):
+    for use in (lambda: claim.window, lambda: claim.layers, claim.hold):
         with pytest.raises(ValueError, match="closed"):
             use()
     other.close()

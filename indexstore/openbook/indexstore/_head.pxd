@@ -33,3 +33,18 @@ cdef class Borrowed:
 cdef inline Head borrow(object index):
     # The pointers of a HeadIndex, which has checked its arrays and keeps them. Raises TypeError.
     return (<Borrowed?>index.borrowed).head
+
+
+cdef struct Planned:
+    # A KV head, and how it is searched by its clusters.
+    Head head
+    int64_t queue
+    float reach
+    const float *lift  # (group,) or NULL
+
+
+cdef class BorrowedLayer:
+    cdef tuple heads  # their arrays live as long
+    cdef object lifts  # the memory of every head's lift
+    cdef int64_t count
+    cdef Planned *planned  # (count,)

@@ -1,8 +1,11 @@
-"""Read the pointers of a HeadIndex once, for every search of it."""
+"""Read the pointers of a HeadIndex, and those of a layer's heads, once for every search of them."""
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int8_t, uint8_t, uint32_t
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t
+
+import numpy as np
 
 cnp.import_array()
 
@@ -44,3 +47,27 @@ cdef class Borrowed:
         head.quads = 0 if index.codes is None else index.codes.shape[1]
         head.degree = 0 if index.graph is None else index.graph.shape[1]
         self.head = head
+
+
+@cython.auto_pickle(False)
+cdef class BorrowedLayer:
+    """The heads of a head.LayerIndex and what their plans say of a search by clusters."""
+
+    def __cinit__(self, tuple heads, tuple plan):
+        cdef int64_t number, at = 0
+        self.heads, self.count = heads, len(heads)
+        self.planned = <Planned *>PyMem_Malloc(max(1, self.count) * sizeof(Planned))
+        if self.planned == NULL:
+            raise MemoryError
+        self.lifts = np.array([one for head in plan for one in head.lift], np.float32)
+        for number in range(self.count):
+            self.planned[number].head = borrow(heads[number])
+            self.planned[number].queue = plan[number].queue
+            self.planned[number].reach = plan[number].reach
+            self.planned[number].lift = NULL
+            if plan[number].lift:
+                self.planned[number].lift = <const float *>cnp.PyArray_DATA(self.lifts) + at
+                at += len(plan[number].lift)
+
+    def __dealloc__(self):
+        PyMem_Free(self.planned)

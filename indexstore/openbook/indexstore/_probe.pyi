@@ -1,11 +1,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.head import HeadIndex, Step
+from openbook.indexstore.head import CANDIDATES_PER_KEY, DEFAULT_KEYS, HeadIndex
 
-def attend(
-    parts: list[tuple[Step, int, int]], workspace: list[NDArray[np.uint8]], lift_log_max: float
-) -> list[tuple[NDArray[np.uint32], NDArray[np.float32]]]: ...
+__pyx_capi__: dict[str, object]  # what _layer.pyx calls
+
+def candidates_of(queue: int, keys: int) -> int: ...
 def find(
     index: HeadIndex,
     queries: NDArray[np.float32],

@@ -1,7 +1,7 @@
 """Find the best keys of a KV head by its clusters: which may hold one, then codes, then keys.
 
 Owns the bounds of the clusters, the two sweeps over the codes and the exact re-scoring of what they
-found; and the whole step of a head, from the search to the partial.
+found. What is then made of it is _layer.pyx's.
 head.HeadIndex has checked every array; the loops release the GIL, create no Python objects and
 never raise. Their NumPy twin is reference_probe.probe.
 """
@@ -11,10 +11,12 @@ from libc.stdint cimport int16_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
 
 from openbook.indexstore._candidates cimport choose, marked, shrink
-from openbook.indexstore._estimate cimport Weights, combine, place, take
+from openbook.indexstore._estimate cimport place, take
 from openbook.indexstore._head cimport Head, borrow
 
 import numpy as np
+
+from openbook.indexstore.head import CANDIDATES_PER_KEY, DEFAULT_KEYS
 
 cnp.import_array()
 
@@ -45,26 +47,14 @@ cdef extern from "codes.h" nogil:
     int16_t ob_bar(const int16_t *sums, int64_t count, int64_t wanted, int16_t low)
 
 cdef int LEVEL = ob_best_level()
+cdef int64_t PLANNED = DEFAULT_KEYS
+cdef int64_t PER_KEY = CANDIDATES_PER_KEY
 
 cdef enum:
     BINS = 16000 // 16 + 1  # of 16 units each, from 0 down to OB_BASE_MIN
     NO_KEY = -32768  # the sum of a place where no key stands: it reaches no bar
     AHEAD = 6  # blocks whose fetching begins before they are needed
     ENOUGH = 2  # the first sweep looks at this many keys for each candidate that is wanted
-
-
-cdef struct Probe:
-    # One query head's search: what it makes of the clusters and of the codes, in integers.
-    uint8_t *tables  # (4 * quads, 16)
-    int16_t *bases  # (clusters in whole sixteens,) the centroid's score; 0 is the best one's
-    int16_t *bounds  # (the same,) what a key of the cluster may come to
-    int64_t *places  # (clusters + 1,) of each cluster's first key
-    uint32_t *blocks  # (blocks,) that were looked at, or are to be
-    uint32_t *owners  # (blocks,) a cluster of which each of them has keys
-    int16_t *sums  # (blocks, 16) of the keys of each of them
-    uint16_t *tied  # (all blocks + 4,) the keys whose sum is the bar, a bit each
-    uint16_t *stamps  # (all blocks,) the query head that looked at each last, from 1; 0: none did
-    uint32_t *bins  # (BINS,)
 
 
 cdef void _prepare(const float *turned, Head *head, const float *logits, float reach, float *raw,
@@ -198,24 +188,12 @@ cdef void _search(Head *head, uint16_t stamp, int64_t wanted, Probe *probe, uint
     _mark(head, count, wanted, bar, probe, marks)
 
 
-cdef struct Search:
-    # All that one search needs, laid out in one block of memory.
-    Probe probe
-    Weights weights
-    int64_t group, k, stride, mask_bytes, scored
-    int64_t capacity  # keys scored exactly for each query head, at most m
-    int64_t *packed  # (stride,)
-    int64_t *spare  # (stride,)
-    float *raw  # (4 * quads * 16,)
-    float *turned  # (group, 2 * pairs) the queries in the directions of the codes
-    float *centroid_logits  # (group, c)
-    float *logits  # (group, stride)
-    uint32_t *pool  # (stride,) the candidates of all, then the keys read
-    uint32_t *top  # (group, k)
-    uint8_t *visited  # (mask_bytes + 8,)
+cpdef int64_t candidates_of(int64_t queue, int64_t keys) noexcept nogil:
+    """Return how many keys are scored exactly for each query head by a plan's `queue`."""
+    return max((queue * keys + PLANNED - 1) // PLANNED, PER_KEY * keys)
 
 
-cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candidates, char *block,
+cdef int64_t lay_out(Head *head, int64_t group, int64_t wanted, int64_t candidates, char *block,
                       Search *search) noexcept nogil:
     # Place the arrays of a search in a block of memory, or with NULL none; returns their bytes.
     cdef int64_t k = min(wanted, head.m), codes = 4 * head.quads, c = head.clusters
@@ -241,6 +219,7 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     search.raw = <float *>take(&at, 64 * codes)
     search.centroid_logits = <float *>take(&at, 4 * group * c)
     search.logits = <float *>take(&at, 4 * group * stride)
+    search.lifts = <float *>take(&at, 4 * group)
     search.pool = <uint32_t *>take(&at, 4 * stride)
     search.top = <uint32_t *>take(&at, 4 * group * (k + 1))
     search.visited = <uint8_t *>take(&at, search.mask_bytes + 8)
@@ -248,7 +227,7 @@ cdef int64_t _lay_out(Head *head, int64_t group, int64_t wanted, int64_t candida
     return at - block
 
 
-cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
+cdef int64_t find_keys(Head *head, const float *queries, float scaling, float reach,
                    bint ranked, bint all_scored, Search *search) noexcept nogil:
     # Search for every query head; returns how many keys there are to read, with their logits
     # (group, that many) at the front of `logits`: all that were scored exactly, or each query
@@ -296,16 +275,16 @@ cdef int64_t _find(Head *head, const float *queries, float scaling, float reach,
     return count
 
 
-cdef char *_room(list workspace, int64_t size) except NULL:
-    # A block of memory, which the list keeps from one search to the next.
-    if not workspace:
+cdef char *room(list workspace, int64_t number, int64_t size) except NULL:
+    # One of the blocks of memory which the list keeps from one search to the next.
+    while len(workspace) <= number:
         workspace.append(np.empty(size, np.uint8))
-    elif workspace[0].nbytes < size:
-        workspace[0] = np.empty(size, np.uint8)
-    return cnp.PyArray_BYTES(workspace[0])
+    if workspace[number].nbytes < size:
+        workspace[number] = np.empty(size, np.uint8)
+    return cnp.PyArray_BYTES(workspace[number])
 
 
-cdef object _copied(const void *numbers, tuple shape, object dtype):
+cdef object copied(const void *numbers, tuple shape, object dtype):
     cdef object array = np.empty(shape, dtype)
     memcpy(cnp.PyArray_DATA(array), numbers, array.nbytes)
     return array
@@ -324,61 +303,12 @@ def find(object index, const float[:, ::1] queries, float scaling, int64_t wante
     cdef Head head = borrow(index)
     cdef Search search
     cdef int64_t group = queries.shape[0], count
-    cdef int64_t size = _lay_out(&head, group, wanted, candidates, NULL, &search)
-    _lay_out(&head, group, wanted, candidates, _room(workspace, size), &search)
+    cdef int64_t size = lay_out(&head, group, wanted, candidates, NULL, &search)
+    lay_out(&head, group, wanted, candidates, room(workspace, 0, size), &search)
     with nogil:
-        count = _find(&head, &queries[0, 0], scaling, reach, True, all_scored, &search)
-    return (_copied(search.top, (group, search.k), np.uint32),
-            _copied(search.pool, (count,), np.uint32),
-            _copied(search.logits, (group, count), np.float32),
-            _copied(search.centroid_logits, (group, head.clusters), np.float32),
+        count = find_keys(&head, &queries[0, 0], scaling, reach, True, all_scored, &search)
+    return (copied(search.top, (group, search.k), np.uint32),
+            copied(search.pool, (count,), np.uint32),
+            copied(search.logits, (group, count), np.float32),
+            copied(search.centroid_logits, (group, head.clusters), np.float32),
             search.scored)
-
-
-def attend(list parts, list workspace, float lift_log_max):
-    """Find and attend for KV heads of several requests, one after the other, without the GIL.
-
-    A part is (step, first, stop): KV heads first, …, stop - 1 of a head.Step, of which `out`,
-    `lse`, `estimated_lse` and `counts` are written. `workspace` as in `find`. Returns for each of
-    those heads the ids read (r,) and their logits (group, r), or nothing without evidence.
-    """
-    cdef Head head
-    cdef Search search
-    cdef int64_t number, first, stop, group, count, size, wanted, at
-    cdef float scaling, reach
-    cdef bint estimate, evidence
-    cdef const float *queries
-    cdef float *lifts
-    cdef float *outs
-    cdef float *lse
-    cdef float *estimated
-    cdef const int64_t[::1] candidates
-    cdef const float[::1] reaches
-    cdef int64_t[:, ::1] counts
-    found = []
-    for step, first, stop in parts:
-        (heads, asked, scaling, wanted, candidates, reaches, lifted, estimate, evidence, out, lses,
-         rests, counts) = step
-        group = asked.shape[0] // len(heads)
-        for number in range(first, stop):
-            head = borrow(heads[number])
-            reach, at, lift = reaches[number], number * group, lifted[number]
-            size = _lay_out(&head, group, wanted, candidates[number], NULL, &search)
-            _lay_out(&head, group, wanted, candidates[number], _room(workspace, size), &search)
-            queries = <const float *>cnp.PyArray_DATA(asked) + at * head.d
-            lifts = NULL if lift is None else <float *>cnp.PyArray_DATA(lift)
-            outs = <float *>cnp.PyArray_DATA(out) + at * head.dv
-            lse = <float *>cnp.PyArray_DATA(lses) + at
-            estimated = <float *>cnp.PyArray_DATA(rests) + at
-            with nogil:
-                count = _find(&head, queries, scaling, reach, False, estimate, &search)
-                memset(outs, 0, group * head.dv * sizeof(float))
-                combine(LEVEL, &head, group, search.pool, count, search.logits,
-                        search.centroid_logits, estimate, lifts, lift_log_max, &search.weights,
-                        outs, lse, estimated)
-            counts[number, 0], counts[number, 1] = count, search.scored
-            counts[number, 2] = head.clusters
-            if evidence:
-                found.append((_copied(search.pool, (count,), np.uint32),
-                              _copied(search.logits, (group, count), np.float32)))
-    return found

@@ -10,12 +10,12 @@ carried as uint16 bits, because NumPy has no such type; float16 and float32 are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore._head import Borrowed
+from openbook.indexstore._head import Borrowed, BorrowedLayer
 
 SINK_TOKENS = 128  # RetrievalAttention §3.3: the first tokens draw attention from every query
 RECENT_TOKENS = 512  # RetrievalAttention §3.3: the last tokens of the context
@@ -23,6 +23,7 @@ WINDOW_TOKENS = SINK_TOKENS + RECENT_TOKENS
 LIFT_MAX = 1.0  # of scores that spread like a bell: 0.5; measured: 0.09 to 0.7 (docs/LOG.md)
 REACH_MAX = 100.0  # spreads; no key lies so far from its centroid
 DEFAULT_KEYS = 100  # RetrievalAttention §4.1: top-100 per query head
+CANDIDATES_PER_KEY = 2  # scored exactly for each key wanted, at least: codes are coarse
 KEYS_MAX = 2**31 - 1  # of a budget: no context has more tokens
 
 KvDtype = Literal["float16", "bfloat16", "float32"]
@@ -189,6 +190,35 @@ class HeadPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """The KV heads of a layer and the plan of each: made once, asked at every step.
+
+    Without heads it is that of a context no longer than its window.
+    """
+
+    heads: tuple[HeadIndex, ...]
+    plan: tuple[HeadPlan, ...]
+    is_by_clusters: bool = field(init=False, repr=False, compare=False)  # all heads are
+    lifted: frozenset[int] = field(init=False, repr=False, compare=False)  # group sizes of lifts
+    borrowed: BorrowedLayer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that the plans are of these heads. Raises ValueError."""
+        heads, plan = self.heads, self.plan
+        if len(plan) != len(heads):
+            raise ValueError(f"{len(heads)} KV heads but {len(plan)} plans")
+        if not all(head.serves(one.kind) for head, one in zip(heads, plan, strict=True)):
+            raise ValueError("a head was not built for its plan")
+        if len({(head.keys.shape[1], head.values.shape[1]) for head in heads}) > 1:
+            raise ValueError("the heads differ in the size of a key or of a value")
+        is_by_clusters = bool(heads) and {one.kind for one in plan} == {"clusters"}
+        object.__setattr__(self, "is_by_clusters", is_by_clusters)
+        lifted = frozenset(len(one.lift) for one in plan if one.lift)
+        object.__setattr__(self, "lifted", lifted)
+        object.__setattr__(self, "borrowed", BorrowedLayer(heads, plan))
+
+
+@dataclass(frozen=True, slots=True)
 class AttendRequest:
     """One sequence's attention over the middle of one layer.
 
@@ -196,31 +226,11 @@ class AttendRequest:
     A `keys` budget takes one row: question tokens are attended exactly.
     """
 
-    heads: tuple[HeadIndex, ...]
+    layer: LayerIndex
     queries: NDArray[np.float32]
     scaling: float
     budget: Budget
-    plan: tuple[HeadPlan, ...]
     evidence: bool = False
-
-
-class Step(NamedTuple):
-    """One request by clusters as the kernel takes it, H KV heads; arrays have no gaps."""
-
-    heads: tuple[HeadIndex, ...]
-    queries: NDArray[np.float32]  # (query heads, d)
-    scaling: float
-    keys: int
-    candidates: NDArray[np.int64]  # (H,) scored exactly per query head
-    reaches: NDArray[np.float32]  # (H,)
-    lifts: tuple[NDArray[np.float32] | None, ...]  # (H,) of (group,), of squared logits
-    estimate: bool
-    evidence: bool
-    # The kernel writes:
-    out: NDArray[np.float32]  # (query heads, 1, dv)
-    lse: NDArray[np.float32]  # (query heads, 1)
-    estimated_lse: NDArray[np.float32]  # (query heads, 1)
-    counts: NDArray[np.int64]  # (H, 3) keys read, keys scored, centroids scored
 
 
 @dataclass(frozen=True, slots=True)

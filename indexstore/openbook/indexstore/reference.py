@@ -10,14 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.attend import (
-    CANDIDATES_PER_KEY,
-    LIFT_LOG_MAX,
-    SEEDS_PER_HEAD,
-    SLACK_SPREADS,
-)
+from openbook.indexstore.attend import LIFT_LOG_MAX, SEEDS_PER_HEAD, SLACK_SPREADS
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.head import (
+    CANDIDATES_PER_KEY,
     DEFAULT_KEYS,
     AttendRequest,
     AttendResult,
@@ -44,15 +40,15 @@ def softmax_partial(logits: Floats, values: Floats) -> tuple[Floats, float]:
 def attend(request: AttendRequest) -> AttendResult:
     """Do what attend.attend does for one request, one query head and row at a time."""
     query_heads, rows, _ = request.queries.shape
-    group = query_heads // max(1, len(request.heads))
-    dv = request.heads[0].values.shape[1] if request.heads else 0
+    group = query_heads // max(1, len(request.layer.heads))
+    dv = request.layer.heads[0].values.shape[1] if request.layer.heads else 0
     out = np.zeros((query_heads, rows, dv), np.float32)
     lse = np.full((query_heads, rows), -np.inf, np.float32)
     estimated = lse.copy()
     read_count = scored = centroids = 0
     ids: list[NDArray[np.int64]] = []
     logits: list[Floats] = []
-    for number, head in enumerate(request.heads):
+    for number, head in enumerate(request.layer.heads):
         mine = slice(number * group, (number + 1) * group)
         keys, values = to_float32(head.keys), to_float32(head.values)
         if request.budget.kind == "exact":
@@ -61,7 +57,7 @@ def attend(request: AttendRequest) -> AttendResult:
         else:
             _, read, touched = find(request, number)
             scored += touched
-            kind = request.plan[number].kind
+            kind = request.layer.plan[number].kind
             walks = kind == "graph" and request.budget.keys > 0
             if request.budget.estimate or walks or kind == "clusters":
                 centroids += len(head.counts)
@@ -72,15 +68,15 @@ def attend(request: AttendRequest) -> AttendResult:
                 rest = None
                 if request.budget.kind == "keys" and request.budget.estimate:
                     rest = estimate(head, read, request.scaling * request.queries[h, row])
-                    if request.plan[number].lift:
-                        lift = request.plan[number].lift[h - mine.start]
+                    if request.layer.plan[number].lift:
+                        lift = request.layer.plan[number].lift[h - mine.start]
                         rest = lifted(head, rest, read, z, lift * request.scaling**2)
                 out[h, row], lse[h, row], estimated[h, row] = combine(
                     z, values[read], rest, len(head.counts)
                 )
             ids.append(head.places(read.astype(np.uint32)))
             logits.append(z)
-    evidence = request.evidence and request.heads
+    evidence = request.evidence and request.layer.heads
     return AttendResult(
         out, lse, estimated, read_count, scored, centroids,
         tuple(ids) if evidence else (), tuple(logits) if evidence else (),
@@ -141,8 +137,9 @@ def combine(
 
 def find(request: AttendRequest, number: int) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
     """Return (each query head's own best keys, the keys read by id, keys scored) of one KV head."""
-    head, plan, wanted = request.heads[number], request.plan[number], request.budget.keys
-    group = request.queries.shape[0] // len(request.heads)
+    layer, wanted = request.layer, request.budget.keys
+    head, plan = layer.heads[number], layer.plan[number]
+    group = request.queries.shape[0] // len(layer.heads)
     queries = request.queries[number * group : (number + 1) * group, 0]
     keys = to_float32(head.keys)
     k = min(wanted, len(keys))

@@ -18,7 +18,7 @@ import numpy as np
 from openbook.indexstore.attend import attend
 from openbook.indexstore.dtypes import to_float32
 from openbook.indexstore.errors import OperationCancelled, ShardCorrupt
-from openbook.indexstore.head import EXACT, AttendRequest
+from openbook.indexstore.head import EXACT, AttendRequest, LayerIndex
 from openbook.indexstore.held import HeldContext, hold
 from openbook.indexstore.layer import LayerRecords, layer_arrays
 from openbook.indexstore.layout import TOKEN_KINDS
@@ -91,11 +91,10 @@ def _replay(
         return 0.0
     manifest = held.manifest
     request = AttendRequest(
-        heads=records.heads,
+        layer=LayerIndex(records.heads, manifest.plan[layer]),
         queries=np.ascontiguousarray(records.probe_queries),
         scaling=manifest.scaling[layer],
         budget=EXACT,
-        plan=manifest.plan[layer],
     )
     (found,) = attend([request], threads=threads)
     shard.check()  # what was read from a page that is gone proves nothing

@@ -11,6 +11,7 @@ the rest back. A second signal does not wait for them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -78,6 +79,15 @@ def announce(address: str) -> None:
     print(f"openbook ready on {address}", flush=True)
 
 
+def spare_collections() -> None:
+    """Take all that the start has made out of the garbage collector's sight, once for all.
+
+    A full collection of what the model's libraries hold stops every answer for 0.4 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
     signals = _Signals(asyncio.get_running_loop())
     server = new_server()
@@ -105,6 +115,7 @@ async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
             raise StartRefused(
                 f"the data directory {settings.data} cannot be used: {error.strerror}"
             ) from error
+        spare_collections()
         announce(address)
         log.info("ready", address=address, model=model.fingerprint[:16], pid=os.getpid())
         await signals.first.wait()

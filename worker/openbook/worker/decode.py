@@ -19,7 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from openbook.indexstore.head import EXACT, AttendRequest, AttendResult, Budget, PlanKind
+from openbook.indexstore.head import (
+    EXACT,
+    AttendRequest,
+    AttendResult,
+    Budget,
+    LayerIndex,
+    PlanKind,
+)
 from openbook.indexstore.plan import force_plan
 from openbook.worker.errors import BadAsk
 from openbook.worker.merge import Partial, attend_keys, merge
@@ -65,16 +72,16 @@ class Sequence:
         Raises BadAsk when the context was not stored with what that plan reads.
         """
         shape = model.shape
-        if plan is not None and not all(h.serves(plan) for layer in context.heads for h in layer):
-            raise BadAsk("plan", "is one that this context has no index for")
+        layers = context.layers
+        if plan is not None:
+            if not all(head.serves(plan) for layer in layers for head in layer.heads):
+                raise BadAsk("plan", "is one that this context has no index for")
+            layers = tuple(LayerIndex(one.heads, force_plan(one.plan, plan)) for one in layers)
         self.context = context
         self.budget = budget
         self.token_count = context.token_count
         self.window = context.window
-        self.heads = context.heads
-        self.plan = (
-            context.plan if plan is None else tuple(force_plan(p, plan) for p in context.plan)
-        )
+        self.layers = layers
         self.cost = Cost()
         self.tail = Tail(
             shape.layers,
@@ -186,11 +193,10 @@ class Step:
     ) -> AttendRequest:
         sequence = self._sequences[i]
         return AttendRequest(
-            heads=sequence.heads[layer],
+            layer=sequence.layers[layer],
             queries=queries,
             scaling=scaling,
             budget=EXACT if self._is_question else sequence.budget,
-            plan=sequence.plan[layer],
         )
 
     def _device_partials(

@@ -20,6 +20,7 @@ from openbook.indexstore.head import (
     AttendRequest,
     HeadIndex,
     HeadPlan,
+    LayerIndex,
     PlanKind,
     Stored,
 )
@@ -86,7 +87,7 @@ def layer_records(
     probes = probe_positions(token_count, PROBES)
     probe_queries = rotated_queries(captured.q, probes, turn, spread=DECODE_SPREAD).cpu().numpy()
     plan = tuple(untuned_plan() for _ in heads)
-    request = AttendRequest(heads, probe_queries, captured.scaling, EXACT, plan)
+    request = AttendRequest(LayerIndex(heads, plan), probe_queries, captured.scaling, EXACT)
     (answer,) = attend([request], threads=threads)
     train_queries, train_positions = _kept_queries(grouped, positions)
     return LayerRecords(

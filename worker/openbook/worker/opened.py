@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openbook.indexstore.errors import FingerprintMismatch
-from openbook.indexstore.head import HeadIndex, HeadPlan
+from openbook.indexstore.head import LayerIndex
 from openbook.indexstore.store import Manifest, StoredContext, open_context, read_manifest
 from openbook.worker.fingerprint import FingerprintFields
 from openbook.worker.models import Model
@@ -26,7 +26,7 @@ class _Loaded:
 
     stored: StoredContext
     window: Window
-    heads: tuple[tuple[HeadIndex, ...], ...]  # per layer, per KV head; views of the mapped files
+    layers: tuple[LayerIndex, ...]  # views of the mapped files
     holders: int = 0
     is_closed: bool = False
 
@@ -34,7 +34,7 @@ class _Loaded:
 class OpenedContext:
     """A claim on an open context; everyone who reads has one of their own and closes it.
 
-    `heads` are borrowed views: they may be read while this claim is open, and not after.
+    `layers` are borrowed views: they may be read while this claim is open, and not after.
     """
 
     def __init__(self, owner: OpenContexts, key: tuple[Path, str], loaded: _Loaded) -> None:
@@ -64,14 +64,9 @@ class OpenedContext:
         return self._held().window
 
     @property
-    def heads(self) -> tuple[tuple[HeadIndex, ...], ...]:
-        """Per layer the index of every KV head; empty tuples without a middle."""
-        return self._held().heads
-
-    @property
-    def plan(self) -> tuple[tuple[HeadPlan, ...], ...]:
-        """Per layer the plan of every KV head."""
-        return self.manifest.plan
+    def layers(self) -> tuple[LayerIndex, ...]:
+        """Per layer the index and the plan of every KV head; none of them without a middle."""
+        return self._held().layers
 
     @property
     def is_open(self) -> bool:
@@ -153,7 +148,7 @@ class OpenContexts:
             future = self._futures.get(key)
             if future is not None and future.done() and future.result() is loaded:
                 del self._futures[key]  # unless it was retired
-        loaded.heads = ()
+        loaded.layers = ()
         loaded.stored.close()
 
     @property
@@ -192,7 +187,12 @@ def _load(model: Model, path: Path, context_id: str) -> _Loaded:
             layers, stored.manifest.token_count, device=model.device, dtype=model.module.dtype
         )
         stored.check()  # the windows' rows have just been read
-        return _Loaded(stored, window, tuple(layer.heads for layer in layers))
+        plans = stored.manifest.plan
+        return _Loaded(
+            stored,
+            window,
+            tuple(LayerIndex(one.heads, plan) for one, plan in zip(layers, plans, strict=True)),
+        )
     except BaseException:
         stored.close()
         raise

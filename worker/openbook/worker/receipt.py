@@ -65,7 +65,7 @@ class Timeline:
 def make_receipt(sequence: Sequence, timeline: Timeline, *, tokens_prefilled: int) -> Receipt:
     """Form the receipt of an ask from what its sequence cost, the ending step included."""
     cost, token_count = sequence.cost, sequence.token_count
-    heads = sum(len(layer) for layer in sequence.heads)
+    heads = sum(len(layer.heads) for layer in sequence.layers)
     reads = max(1, cost.steps * heads)
     steps = max(1, cost.steps)
     return Receipt(
@@ -83,7 +83,7 @@ def make_receipt(sequence: Sequence, timeline: Timeline, *, tokens_prefilled: in
         middle_ms=cost.middle_s * 1e3 / steps,
         device_ms=cost.device_s * 1e3 / steps,
         budget=describe_budget(sequence.budget),
-        plan=describe_plan(sequence.plan),
+        plan=describe_plan(tuple(layer.plan for layer in sequence.layers)),
         bytes_mapped=sequence.context.bytes_mapped,
     )
 
