@@ -1,7 +1,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from openbook.indexstore.head import CANDIDATES_PER_KEY, DEFAULT_KEYS, HeadIndex
+from openbook.indexstore.head import CANDIDATES_PER_KEY as CANDIDATES_PER_KEY
+from openbook.indexstore.head import DEFAULT_KEYS as DEFAULT_KEYS
+from openbook.indexstore.head import HeadIndex
 
 __pyx_capi__: dict[str, object]  # what _layer.pyx calls
 
