@@ -67,13 +67,15 @@ test: $(BUILT) $(DEMO_MODEL)
 test-slow: $(BUILT) $(DEMO_MODEL)
 	$(PYTEST) -m slow
 
-# Fidelity of the default budget against full attention, what the receipt says of it, the kernels;
-# with VECTORS=FILE the index alone as well, beside the rivals of INDEXES=graph,scan,flat,ivf,...
+# Fidelity of the default budget against full attention, what the receipt says of it, what its keys
+# keep of the attention, the kernels; with VECTORS=FILE the index alone as well, beside the rivals of
+# INDEXES=graph,scan,flat,ivf,...
 # (bench/index.py; the libraries: pip install -e '.[bench]').
 bench: $(BUILT) $(DEMO_MODEL)
 	$(BIN)/python bench/fidelity.py --text $(BENCH_TEXT) --offset 0 --tokens $(BENCH_TOKENS) \
 		--predict $(BENCH_PREDICT)
 	$(BIN)/python bench/mass.py --text $(BENCH_TEXT)
+	$(BIN)/python bench/recovery.py --text $(BENCH_TEXT) --tokens $(BENCH_TOKENS)
 	$(BIN)/python bench/kernels.py
 ifdef VECTORS
 	$(BIN)/python bench/index.py --vectors $(VECTORS) $(if $(INDEXES),--indexes $(INDEXES))

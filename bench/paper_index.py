@@ -9,7 +9,7 @@ JSON has centroids apart. A query is asked alone, as in the
 paper, so that a group shares nothing; the paper's graphs per query head are trained on their own
 head's queries. Then the Mahalanobis distance of queries and of keys to the keys' distribution.
 Means over the heads of the file, FILE as in pairs.py. Writes paper_index.json and paper_index.png,
-and prints the curves.
+and prints the curves. Figure 2, which needs a model that generates, is drawn by recovery.py.
 """
 
 from __future__ import annotations
