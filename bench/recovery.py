@@ -5,7 +5,7 @@
 
 Reads `--tokens` tokens of a text as a context and runs a prompt behind it: each question, or the
 `--prompt` tokens that follow in the text. Then the model generates `--generate` tokens as the
-service does, greedily, its own ids fed back. For each of them, of the mass of its attention:
+service does, greedily, its own ids fed back; none ends it. For each, of its attention's mass:
 
     dynamic    what the best `--keys` keys for the token's own query have, by exact scores
     static     what those have that were the best for the prompt's last query
@@ -187,7 +187,7 @@ def measure(
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw the lines, one figure per generated token."""
-    figure, axes = pyplot.subplots(figsize=(6.5, 4), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
     tokens = np.arange(1, len(found["recovered"][OURS]) + 1)
     shares = zip(found["keys"], found["keys_of_middle"], STYLES, strict=False)
     for count, share, style in shares:
@@ -206,7 +206,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.set_ylim(top=1.005)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
