@@ -65,9 +65,9 @@ class AuditedRetrieval(Retrieval):
 
     def attend(self, requests: Several[AttendRequest]) -> list[AttendResult]:
         """Answer every request, in order, and audit those of one row."""
-        results = super().attend([replace(request, evidence=True) for request in requests])
+        results = super().attend([request._replace(evidence=True) for request in requests])
         if requests and requests[0].queries.shape[1] == 1:
-            everything = [replace(request, budget=EXACT) for request in requests]
+            everything = [request._replace(budget=EXACT) for request in requests]
             exact = attend(everything, threads=self._workers)
             self.unread_lses.append(
                 [unread_lse(whole, found) for whole, found in zip(exact, results, strict=True)]

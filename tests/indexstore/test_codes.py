@@ -106,6 +106,34 @@ def test_random_heads_are_searched_as_the_twin_does(cases: int) -> None:
         assert_as_its_twin(head, queries, float(rng.uniform(0.05, 1)), candidates, reach)
 
 
+def test_more_sums_than_sixteen_bits_can_count_are_chosen_from_as_the_twin_does() -> None:
+    rng = np.random.default_rng(6)
+    clusters, each = 600, 1000
+    keys = rng.standard_normal((clusters * each, 2), np.float32)
+    grouped = keys.reshape(clusters, each, 2)
+    centroids = np.ascontiguousarray(grouped.mean(axis=1))
+    away = (grouped - centroids[:, None]).reshape(1, -1, 2)
+    points = np.ascontiguousarray(np.moveaxis(away, 2, 1))  # (1, 2, m)
+    codebook = train_codebook(points[:, :, :1000].copy())
+    head = HeadIndex(
+        keys=keys,
+        values=keys,
+        centroids=centroids,
+        counts=np.full(clusters, each, np.uint32),
+        value_sums=centroids * each,
+        cluster_of=np.repeat(np.arange(clusters, dtype=np.uint32), each),
+        spreads=np.ones(clusters, np.float32),
+        members=np.arange(len(keys), dtype=np.uint32),
+        codes=_build.encode(points, codebook),
+        codebook=codebook,
+        code_basis=np.eye(2, dtype=np.float32),
+        code_spreads=np.ones(2, np.float32),
+    )
+    queries = rng.standard_normal((1, 2), np.float32)  # one: two would choose all keys
+    for candidates in (1, 580_000):
+        assert_as_its_twin(head, queries, 0.5, candidates, 100.0)
+
+
 def test_a_far_reach_finds_nearly_all_and_all_candidates_find_all() -> None:
     rng = np.random.default_rng(5)
     keys = structured(rng, 2000, 64)

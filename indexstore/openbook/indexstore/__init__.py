@@ -7,8 +7,9 @@
                         |        (held.py: its lock and files; mapped.py: its pages, guarded)
                         |
                         v
-                     attend.py   _probe.pyx searches by clusters and attends in the same call;
-                                 _search.pyx scans or walks, _attend.pyx then attends, or to all
+                     attend.py   _layer.pyx attends to what _probe.pyx finds by clusters, heads
+                                 side by side; _search.pyx scans or walks, _attend.pyx then
+                                 attends, or to all
 
 head.py holds the words that all of them share; reference.py, reference_build.py and
 reference_probe.py the plain twins of the kernels; dtypes.py how a number is stored; plan.py how far

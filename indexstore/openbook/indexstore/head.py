@@ -10,7 +10,7 @@ carried as uint16 bits, because NumPy has no such type; float16 and float32 are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,8 +218,7 @@ class LayerIndex:
         object.__setattr__(self, "borrowed", BorrowedLayer(heads, plan))
 
 
-@dataclass(frozen=True, slots=True)
-class AttendRequest:
+class AttendRequest(NamedTuple):
     """One sequence's attention over the middle of one layer.
 
     `queries` float32 (query heads, rows, d) after RoPE; query head h reads KV head h // group.
@@ -233,8 +232,7 @@ class AttendRequest:
     evidence: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AttendResult:
+class AttendResult(NamedTuple):
     """Attention over the middle, and what it cost.
 
     `out` float32 (query heads, rows, dv); `lse` float32 (query heads, rows), natural log, -inf for
