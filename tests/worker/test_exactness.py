@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from openbook.indexstore.build import IndexParams, build_head
 from openbook.indexstore.graph import reachable_keys
-from openbook.indexstore.head import EXACT, Budget, HeadIndex, HeadPlan, PlanKind
+from openbook.indexstore.head import EXACT, Budget, LayerIndex, PlanKind
 from openbook.indexstore.plan import untuned_plan
 from openbook.worker import decode, window
 from openbook.worker.capture import exact_top_k
@@ -355,8 +355,7 @@ class NumberedContext:
 
     token_count: int
     window: Window
-    heads: tuple[tuple[HeadIndex, ...], ...]
-    plan: tuple[tuple[HeadPlan, ...], ...]
+    layers: tuple[LayerIndex, ...]
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (32, 8), (28, 4), (12, 12)])
@@ -387,8 +386,7 @@ def test_case_b10_every_part_maps_query_heads_alike(
     fake: Any = NumberedContext(
         1000,
         Window(1000, [pinned], [shown], [640]),
-        (indexes,),
-        (tuple(untuned_plan() for _ in indexes),),
+        (LayerIndex(indexes, tuple(untuned_plan() for _ in indexes)),),
     )
     sequences = [Sequence(model, fake, budget=budget) for _ in range(2)]
     retrieval = Retrieval(threads=1)
