@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from dataclasses import fields, replace
 from typing import Any
 
@@ -259,37 +256,6 @@ def test_a_batch_equals_its_requests_alone_for_any_threads() -> None:
             assert mine.keys_scored == theirs.keys_scored
 
 
-def test_requests_by_clusters_are_answered_alike_however_many_threads_share_them() -> None:
-    requests = [request_of(*two_heads(m, 16)) for m in (150, 1, 900, 33, 400)]
-    alone = attend(requests)
-    for threads in (2, 3, 8, 300):
-        for _ in range(20):
-            for mine, right in zip(attend(requests, threads=threads), alone, strict=True):
-                assert np.array_equal(mine.out, right.out)
-                assert np.array_equal(mine.lse, right.lse)
-                assert np.array_equal(mine.estimated_lse, right.estimated_lse)
-                assert mine.keys_read == right.keys_read
-                assert mine.keys_scored == right.keys_scored
-
-
-def test_a_fork_of_a_process_that_attended_in_threads_may_attend_in_threads() -> None:
-    requests = [request_of(*two_heads(300, 16)) for _ in range(4)]
-    (right, *_) = attend(requests, threads=3)
-    child = os.fork()
-    if child == 0:
-        (mine, *_) = attend(requests, threads=3)
-        os._exit(7 if np.array_equal(mine.out, right.out) else 1)
-    for _ in range(600):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-
-
 @pytest.mark.parametrize("number", [np.nan, -np.inf, np.inf])
 @pytest.mark.parametrize("plan", [CLUSTERS, SCAN, GRAPH])
 def test_query_that_is_no_number_gives_no_number_that_looks_like_one(
@@ -314,6 +280,7 @@ def test_no_heads_are_the_empty_set() -> None:
     ("changes", "message"),
     [
         ({"queries": np.ones((5, 1, 16), np.float32)}, "5 query heads"),
+        ({"queries": np.ones((0, 1, 16), np.float32)}, "0 query heads"),
         ({"queries": np.ones((6, 1, 8), np.float32)}, "queries of 8"),
         ({"queries": np.ones((6, 2, 16), np.float32)}, "one row"),
         ({"queries": np.ones((6, 1, 16), np.float64)}, "float32"),

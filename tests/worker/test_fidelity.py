@@ -127,7 +127,7 @@ def found_share(context: OpenedContext, at: int) -> float:
     """
     wanted = found = 0
     stored = context._held().stored
-    for number, plan in enumerate(context.plan):
+    for number, plan in enumerate(context.manifest.plan):
         layer = stored.layer(number)
         for probe in range(layer.probe_queries.shape[1]):
             queries = np.ascontiguousarray(layer.probe_queries[:, probe : probe + 1])

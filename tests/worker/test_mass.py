@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openbook.indexstore.head import LIFT_MAX, Budget
+from openbook.indexstore.head import LIFT_MAX, Budget, LayerIndex
 from openbook.indexstore.store import read_manifest
 from openbook.worker.capture import probe_positions, sample_positions
 from openbook.worker.decode import Sequence
@@ -33,7 +33,10 @@ Opened = Callable[[Model, Path], OpenedContext]
 
 def without_lift(sequence: Sequence) -> Sequence:
     """Take the lifts out of a sequence's plan: it then estimates as before there were any."""
-    sequence.plan = tuple(tuple(replace(h, lift=()) for h in layer) for layer in sequence.plan)
+    sequence.layers = tuple(
+        LayerIndex(one.heads, tuple(replace(h, lift=()) for h in one.plan))
+        for one in sequence.layers
+    )
     return sequence
 
 

@@ -1,4 +1,7 @@
-"""One KV head's arrays as the kernels see them: plain pointers, borrowed from a HeadIndex."""
+"""One KV head's arrays as the kernels see them: plain pointers, borrowed from a HeadIndex.
+
+And a layer's heads with their plans, borrowed from a LayerIndex.
+"""
 
 from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t
 

@@ -1,4 +1,4 @@
-"""A step of layers: every KV head is searched by its clusters and attended to, heads side by side.
+"""A layer's step by clusters: every KV head is searched and attended to, heads side by side.
 
 Owns the tasks of a call, one a KV head, and what they write; the threads are crew.h's, the search
 is _probe.pyx's and the sums are _estimate.pxd's. The numbers do not depend on who does a task. The
@@ -28,6 +28,9 @@ cdef extern from "crew.h" nogil:
                      void *call)
 
 cdef int LEVEL = ob_best_level()
+
+cdef enum:
+    WORKERS_MAX = 256  # threads of one call
 
 
 cdef struct Task:
@@ -108,14 +111,14 @@ cdef tuple _enter(object request, BorrowedLayer layer, float lift_log_max, Task 
     return queries, out, lse, estimated
 
 
-cdef list _run(Task *tasks, int64_t count, list requests, list workspace, int threads):
+cdef list _run(Task *tasks, int64_t count, list requests, list workspace, int64_t threads):
     # Do all tasks; returns for each the ids read (r,) and logits (group, r), or without evidence
     # nothing.
     cdef int64_t number, size = 0
     cdef Search search
     cdef Call call
-    cdef char *rooms[256]
-    cdef int workers = <int>min(threads, count, 256)
+    cdef char *rooms[WORKERS_MAX]
+    cdef int workers = <int>min(threads, count, WORKERS_MAX)
     for number in range(count):
         size = max(size, lay_out(tasks[number].head, tasks[number].group, tasks[number].keys,
                                  tasks[number].candidates, NULL, &search))
@@ -152,11 +155,11 @@ cdef object _result(object request, tuple arrays, int64_t first, Task *tasks, li
                         tuple(ids), tuple(logits))
 
 
-def attend(list requests, list workspace, int threads, float lift_log_max):
+def attend(list requests, list workspace, int64_t threads, float lift_log_max):
     """Answer checked requests whose heads all have `clusters` plans; returns AttendResults.
 
-    `workspace`, empty at first, keeps memory for the calling thread's next call. With evidence the
-    heads follow one another.
+    `workspace`, empty at first, keeps memory for the calling thread's next call. With evidence of
+    any request all heads follow one another.
     """
     cdef int64_t count = 0, at = 0
     cdef Task *tasks

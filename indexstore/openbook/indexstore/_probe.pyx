@@ -194,7 +194,7 @@ cpdef int64_t candidates_of(int64_t queue, int64_t keys) noexcept nogil:
 
 
 cdef int64_t lay_out(Head *head, int64_t group, int64_t wanted, int64_t candidates, char *block,
-                      Search *search) noexcept nogil:
+                     Search *search) noexcept nogil:
     # Place the arrays of a search in a block of memory, or with NULL none; returns their bytes.
     cdef int64_t k = min(wanted, head.m), codes = 4 * head.quads, c = head.clusters
     cdef int64_t capacity = min(head.m, max(k, candidates)) if k > 0 else 0
@@ -227,8 +227,8 @@ cdef int64_t lay_out(Head *head, int64_t group, int64_t wanted, int64_t candidat
     return at - block
 
 
-cdef int64_t find_keys(Head *head, const float *queries, float scaling, float reach,
-                   bint ranked, bint all_scored, Search *search) noexcept nogil:
+cdef int64_t find_keys(Head *head, const float *queries, float scaling, float reach, bint ranked,
+                       bint all_scored, Search *search) noexcept nogil:
     # Search for every query head; returns how many keys there are to read, with their logits
     # (group, that many) at the front of `logits`: all that were scored exactly, or each query
     # head's best k. Those are written to `top` if they are to be `ranked`.

@@ -7,6 +7,7 @@ reference.py and reference_probe.py. It knows no model and no file.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,8 @@ class HeadResult:
 def attend(requests: Sequence[AttendRequest], *, threads: int = 1) -> list[AttendResult]:
     """Attend every request's queries to its middle; releases the GIL while it works.
 
-    One result per request, in order; the numbers do not depend on `threads`. A request without
+    One result per request, in order; the numbers do not depend on `threads`, of which a search by
+    clusters uses 256 at most. A request without
     heads (a context no longer than its window) is the empty set. Raises ValueError for arrays of
     the wrong shape or type, for a `keys` budget with more than one row, and for no threads.
     """
@@ -96,7 +98,7 @@ def _is_by_clusters(request: AttendRequest) -> bool:
 
 
 def _workspace() -> list[NDArray[np.uint8]]:
-    """Return this thread's memory for searches."""
+    """Return the memory for this thread's calls, a block for each worker."""
     workspace: list[NDArray[np.uint8]] | None = getattr(_LOCAL, "workspace", None)
     if workspace is None:
         workspace = _LOCAL.workspace = []
@@ -162,6 +164,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="attend")
 
 
+os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are the parent's
+
+
 def _row_chunks(request: AttendRequest) -> list[slice]:
     rows = request.queries.shape[1]
     return [slice(first, min(first + EXACT_ROWS, rows)) for first in range(0, rows, EXACT_ROWS)]
@@ -179,7 +184,7 @@ def _check(request: AttendRequest) -> None:
         return
     query_heads, rows, d = queries.shape
     group, left = divmod(query_heads, len(heads))
-    if left:
+    if left or not group:
         raise ValueError(f"{query_heads} query heads do not share {len(heads)} KV heads")
     if layer.lifted and layer.lifted != {group}:
         raise ValueError(f"a plan's lift is of other than {group} query heads")

@@ -15,7 +15,7 @@
 
 typedef void (*ObTask)(void *call, int64_t number, int worker);
 
-enum { OB_CREW_SPINS = 4000 }; /* before the caller sleeps: about 0.1 ms */
+enum { OB_CREW_SPINS = 4000 }; /* before the caller sleeps: at most about 0.2 ms */
 
 static struct {
     pthread_mutex_t taken; /* by the call that has the crew */
@@ -90,12 +90,12 @@ static void ob_crew_start(int wanted) {
 /* Do tasks 0, …, count - 1 in up to `threads` threads: worker 0 is the caller, the others have
  * numbers below `threads`, and no two that run at once have the same. Returns when all are done. */
 static void ob_crew_run(int threads, int64_t count, ObTask task, void *call) {
+    pthread_once(&ob_crew_once, ob_crew_heed_forks);
     if (threads > count) threads = (int)count;
     if (threads < 2 || pthread_mutex_trylock(&ob_crew.taken)) {
         for (int64_t number = 0; number < count; number++) task(call, number, 0);
         return;
     }
-    pthread_once(&ob_crew_once, ob_crew_heed_forks);
     pthread_mutex_lock(&ob_crew.lock);
     if (ob_crew.started < threads - 1) ob_crew_start(threads - 1);
     ob_crew.task = task;

@@ -1,7 +1,7 @@
 """The arrays of one KV head's middle, and how a query may read them.
 
-Owns the in-memory words of the store: HeadIndex, Budget, HeadPlan. It knows nothing of files
-(shard.py), of how a graph is made (build.py) or of how it is searched (attend.py).
+Owns the in-memory words of the store: HeadIndex, LayerIndex, Budget, HeadPlan. It knows nothing of
+files (shard.py), of how a graph is made (build.py) or of how it is searched (attend.py).
 
 Shapes: m middle keys, d key size, dv value size, c clusters, e entries. A bfloat16 array is
 carried as uint16 bits, because NumPy has no such type; float16 and float32 are themselves.

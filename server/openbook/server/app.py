@@ -80,7 +80,7 @@ def announce(address: str) -> None:
 
 
 def spare_collections() -> None:
-    """Take all that the start has made out of the garbage collector's sight, once for all.
+    """Take all that is there once the model is out of the garbage collector's sight, for good.
 
     A full collection of what the model's libraries hold stops every answer for 0.4 s.
     """
@@ -101,6 +101,7 @@ async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
         model = await _load(settings, signals)
         if model is None:
             return _leave_at_once(valkey)
+        spare_collections()
         log.info("model_loaded", model=model.fingerprint[:16])
         engine = Engine(
             model,
@@ -115,7 +116,6 @@ async def _serve(settings: Settings, held: Prepared, log: Log) -> int:
             raise StartRefused(
                 f"the data directory {settings.data} cannot be used: {error.strerror}"
             ) from error
-        spare_collections()
         announce(address)
         log.info("ready", address=address, model=model.fingerprint[:16], pid=os.getpid())
         await signals.first.wait()
