@@ -55,6 +55,8 @@ cdef class BorrowedLayer:
 
     def __cinit__(self, tuple heads, tuple plan):
         cdef int64_t number, at = 0
+        if len(plan) != len(heads):
+            raise ValueError(f"{len(heads)} KV heads but {len(plan)} plans")
         self.heads, self.count = heads, len(heads)
         self.planned = <Planned *>PyMem_Malloc(max(1, self.count) * sizeof(Planned))
         if self.planned == NULL:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -89,8 +90,11 @@ def _in_threads(call: Callable[[T], R], items: Sequence[T], threads: int) -> lis
     """Call for every item, the first in this thread and the others in a pool of `threads`."""
     if threads == 1 or len(items) < 2:
         return [call(item) for item in items]
-    others = [_pool(threads).submit(call, item) for item in items[1:]]
-    return [call(items[0]), *(other.result() for other in others)]
+    others: list[Future[R]] = []
+    with suppress(RuntimeError):  # the system has no more threads: what is left is done in this one
+        others += (_pool(threads).submit(call, item) for item in items[1:])
+    mine = [call(item) for item in (items[0], *items[1 + len(others) :])]
+    return [mine[0], *(other.result() for other in others), *mine[1:]]
 
 
 def _is_by_clusters(request: AttendRequest) -> bool:
@@ -177,9 +181,10 @@ def _check(request: AttendRequest) -> None:
     queries, layer = request.queries, request.layer
     heads = layer.heads
     if queries.ndim != 3 or queries.dtype != np.float32:
-        raise ValueError(f"queries must be float32 (heads, rows, d), got {queries.dtype}")
-    if not request.scaling > 0:
-        raise ValueError(f"scaling must be positive, got {request.scaling}")
+        found = f"{queries.dtype} {queries.shape}"
+        raise ValueError(f"queries must be float32 (heads, rows, d), got {found}")
+    if not 0 < request.scaling < np.inf:
+        raise ValueError(f"scaling must be positive and finite, got {request.scaling}")
     if not heads:
         return
     query_heads, rows, d = queries.shape

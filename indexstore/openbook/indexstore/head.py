@@ -10,7 +10,7 @@ carried as uint16 bits, because NumPy has no such type; float16 and float32 are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,8 +205,9 @@ class LayerIndex:
     def __post_init__(self) -> None:
         """Check that the plans are of these heads. Raises ValueError."""
         heads, plan = self.heads, self.plan
-        if len(plan) != len(heads):
-            raise ValueError(f"{len(heads)} KV heads but {len(plan)} plans")
+        object.__setattr__(self, "borrowed", BorrowedLayer(heads, plan))  # as many plans as heads
+        if not all(one.kind in get_args(PlanKind) for one in plan):
+            raise ValueError(f"a plan's kind is none of {', '.join(get_args(PlanKind))}")
         if not all(head.serves(one.kind) for head, one in zip(heads, plan, strict=True)):
             raise ValueError("a head was not built for its plan")
         if len({(head.keys.shape[1], head.values.shape[1]) for head in heads}) > 1:
@@ -215,7 +216,6 @@ class LayerIndex:
         object.__setattr__(self, "is_by_clusters", is_by_clusters)
         lifted = frozenset(len(one.lift) for one in plan if one.lift)
         object.__setattr__(self, "lifted", lifted)
-        object.__setattr__(self, "borrowed", BorrowedLayer(heads, plan))
 
 
 class AttendRequest(NamedTuple):
