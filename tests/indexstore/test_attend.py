@@ -285,6 +285,8 @@ def test_no_heads_are_the_empty_set() -> None:
         ({"queries": np.ones((6, 2, 16), np.float32)}, "one row"),
         ({"queries": np.ones((6, 1, 16), np.float64)}, "float32"),
         ({"scaling": 0.0}, "scaling"),
+        ({"scaling": np.inf}, "finite"),
+        ({"plan": (HeadPlan("other", 0),) * 2}, "kind"),
         ({"plan": (SCAN,)}, "1 plans"),
         ({"plan": (SCAN, replace(SCAN, lift=(0.5, 0.5)))}, "other than 3 query heads"),
     ],

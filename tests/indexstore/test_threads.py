@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_attend import request_of, two_heads
 
-from openbook.indexstore.attend import attend
+from openbook.indexstore.attend import _pool, attend
 from openbook.indexstore.head import EXACT, AttendResult, Budget
 
 
@@ -51,6 +51,22 @@ def test_callers_that_attend_in_threads_at_once_are_answered_alike() -> None:
         asker.join(60)
         assert not asker.is_alive()
     assert not wrong
+
+
+@pytest.mark.parametrize("budget", [Budget(), EXACT])
+def test_where_no_thread_can_be_started_the_calling_one_does_all(
+    budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    requests = [request_of(*two_heads(300, 16), budget=budget) for _ in range(3)]
+    alone = attend(requests)
+    _pool.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert_the_same(attend(requests, threads=7), alone)
+    monkeypatch.undo()
+    assert_the_same(attend(requests, threads=7), alone)
 
 
 def exit_code_of(child: int) -> int:
